@@ -1,0 +1,76 @@
+"""All-to-all by loads and stores in shared memory; each pair of ranks takes the shortest way it has.
+
+Small pieces travel beside the first signal (eager). Larger ones are stored by the sender into a receiver's symmetric tensor
+(push), or else loaded by the receiver from a sender's symmetric tensor (pull): one copy. Two ordinary tensors meet in a ring of
+slots whose two copies overlap (staged). The kernel, csrc/cpu/all_to_all_pairwise.cpp, has the protocol.
+
+Wins wherever ranks share a host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from a2a.algorithms.base import AllToAll, Cost, Request
+from a2a.kernels import cpu
+from a2a.work import Work
+
+if TYPE_CHECKING:
+    from a2a.comm import Communicator
+
+
+class AllToAllPairwise(AllToAll):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "pairwise"
+
+    def unsupported(self, request: Request, comm: Communicator) -> str | None:
+        if comm.transport is None:
+            return "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
+        if comm.transport.device_type != "cpu":
+            return f"its kernel runs on CPUs; this communicator's memory is on {comm.transport.device_type}"
+        return None
+
+    def cost(self, request: Request, comm: Communicator) -> Cost:
+        remote = request.num_bytes * (comm.world_size - 1) // comm.world_size
+        return Cost(steps=2, scale_up_bytes=remote, copied_bytes=request.num_bytes + remote)
+
+    def register(self, comm: Communicator, agree: str, row_bytes: int, text: str) -> int:
+        index: int = comm.require_transport("all_to_all").request(agree, row_bytes, text)
+        return index
+
+    def refuse(self, comm: Communicator, request: int, why: str, async_op: bool) -> None:
+        if async_op:
+            ticket = cpu.lib().a2a_submit_refusal(comm.handle, request, why.encode()[:1000])
+            comm.keep(Work(comm, ticket, "all_to_all", [], None, None))
+        else:
+            cpu.lib().a2a_refuse(comm.handle, request, why.encode()[:1000])
+
+    def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor) -> None:
+        each = input.numel() * input.element_size() // comm.world_size
+        result = cpu.lib().a2a_all_to_all_even(comm.handle, request, output.data_ptr(), input.data_ptr(), each)
+        if result:
+            comm.raise_failure(result, "all_to_all")
+
+    def run(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        result = cpu.lib().a2a_all_to_all(comm.handle, request, *_arrays(outputs, inputs))
+        if result:
+            comm.raise_failure(result, "all_to_all")
+
+    def submit(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
+               op: str, result: list[torch.Tensor], finish: Any) -> Work:  # fmt: skip
+        ticket = cpu.lib().a2a_submit(comm.handle, request, *_arrays(outputs, inputs))
+        work = Work(comm, ticket, op, result, (outputs, inputs), finish)
+        comm.keep(work)
+        return work
+
+
+def _arrays(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[Any, Any, Any, Any]:
+    return (
+        cpu.pointers([t.data_ptr() for t in outputs]),
+        cpu.sizes([t.numel() * t.element_size() for t in outputs]),
+        cpu.pointers([t.data_ptr() for t in inputs]),
+        cpu.sizes([t.numel() * t.element_size() for t in inputs]),
+    )

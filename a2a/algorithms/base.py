@@ -1,0 +1,102 @@
+"""What an algorithm owes: a reason where it can't, a cost where it can, and the doing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from a2a.comm import Communicator
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective, as far as all ranks agree on it. What may differ between ranks (splits, strides, kind of memory) is not
+    here: it selects a side of the algorithm's protocol, never the algorithm.
+
+    Attributes:
+        op: "all_to_all" (of tensors, even or not, single or listed) or "moe".
+        dtype: of the elements.
+        num_bytes: that a rank sends, where ranks are known to send alike; 0 where not.
+        detail: what else all ranks agree on and an algorithm may need, as sorted pairs.
+    """
+
+    op: str
+    dtype: torch.dtype
+    num_bytes: int = 0
+    detail: tuple[tuple[str, Any], ...] = ()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """An entry of `detail`."""
+        return dict(self.detail).get(key, default)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Modelled, per rank and call.
+
+    Attributes:
+        steps: rounds of signals that follow one another.
+        scale_up_bytes: stored into or loaded from peers' memory.
+        scale_out_bytes: sent across rails.
+        copied_bytes: written to memory in all, staging included.
+        sms: that wait or copy, on a GPU.
+    """
+
+    steps: int
+    scale_up_bytes: int = 0
+    scale_out_bytes: int = 0
+    copied_bytes: int = 0
+    sms: int = 0
+
+    def time_us(self, comm: Communicator) -> float:
+        """What this would take on the communicator's topology, from its links' latency and bandwidth."""
+        up, out = comm.topology.scale_up, comm.topology.scale_out
+        time = self.steps * up.latency_us + self.copied_bytes / (up.bandwidth_GBps * 1e3)
+        return time + (out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3) if self.scale_out_bytes else 0)
+
+
+class Algorithm(ABC):
+    """Base class of the algorithms."""
+
+    name: ClassVar[str] = ""
+    op: ClassVar[str] = ""
+    deterministic: ClassVar[bool] = True
+
+    @abstractmethod
+    def unsupported(self, request: Request, comm: Communicator) -> str | None:
+        """Why it can't do `request` on `comm`, or None. Depends only on what all ranks have in common."""
+
+    @abstractmethod
+    def cost(self, request: Request, comm: Communicator) -> Cost:
+        """Modelled cost of a request that it supports."""
+
+
+class AllToAll(Algorithm):
+    """An all-to-all: rank r's piece for rank p becomes p's piece from r."""
+
+    op: ClassVar[str] = "all_to_all"
+
+    @abstractmethod
+    def run(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """Exchange contiguous pieces, in rank order; `request` is what `register` gave. Blocks until done."""
+
+    @abstractmethod
+    def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor) -> None:
+        """The same for two contiguous tensors that all ranks share evenly."""
+
+    @abstractmethod
+    def submit(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
+               op: str, result: list[torch.Tensor], finish: Any) -> Any:  # fmt: skip
+        """Start it and return Work."""
+
+    @abstractmethod
+    def register(self, comm: Communicator, agree: str, row_bytes: int, text: str) -> int:
+        """Make a request known, so that peers that ask for something else can be told."""
+
+    @abstractmethod
+    def refuse(self, comm: Communicator, request: int, why: str, async_op: bool) -> None:
+        """Tell the peers that this rank can't make its call."""

@@ -1,0 +1,164 @@
+"""The commands' options, and how errors of theirs are told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from a2a.cli import parse, show
+from a2a.cli.ranks import RanksFailedError
+from a2a.config import config
+from a2a.errors import A2AError
+
+app = typer.Typer(
+    name="a2a",
+    help="Topology-aware collectives for PyTorch: see what they do on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, help="Ranks to start; under torchrun, mpirun or Slurm: those that are there."),
+]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="PATH", help="Write JSON lines to this file, or to stdout (-).")
+]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Draw the result into this file.")]
+Repeat = Annotated[
+    int | None, typer.Option("--repeat", min=1, help="Samples to take of each; default: what fits a few seconds.")
+]
+
+
+def run() -> None:
+    """Run the command line and exit: 0, 1 for a failure, 2 for a mistake on the command line, 130 for Ctrl-C."""
+    try:
+        code = app(standalone_mode=False, prog_name="a2a")
+    except typer.Exit as left:
+        code = left.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except (ValueError, A2AError, RanksFailedError, OSError) as error:
+        show.console(stderr=True).print(f"a2a: {error}", markup=False, style="red")
+        code = 2 if isinstance(error, ValueError) else 1
+    except Exception as error:
+        if not hasattr(error, "exit_code"):  # not one of the command line parser's own
+            raise
+        error.show()  # type: ignore[attr-defined]
+        code = error.exit_code
+    sys.exit(code or 0)
+
+
+@app.command()
+def demo(
+    ranks: Ranks = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 1024,
+    hidden: Annotated[int, typer.Option(min=4, help="Size of a token; a multiple of 4.")] = 512,
+    experts: Annotated[int, typer.Option(min=1, help="Experts, spread over the ranks.")] = 16,
+    top_k: Annotated[int, typer.Option(min=1, max=32, help="Experts of each token.")] = 4,
+    repeat: Repeat = None,
+) -> int:
+    """A MoE layer over CPU ranks, forward and backward: is it right, and how much faster than gloo?"""
+    from a2a.cli import demo as command
+    from a2a.topology import local_facts
+
+    if top_k > experts:
+        raise ValueError(f"--top-k {top_k} is more than --experts {experts}")
+    request = command.Request(tokens, hidden, experts, top_k, repeat)
+    return command.run(request, ranks, default_ranks=4 if local_facts().cores >= 4 else 2)
+
+
+@app.command()
+def doctor() -> int:
+    """What this machine can do, what keeps a transport or algorithm from being used, and what to do about it."""
+    from a2a.cli import doctor as command
+
+    return command.run()
+
+
+@app.command()
+def topo(
+    ranks: Ranks = None,
+    topology: Annotated[
+        str | None, typer.Option("--topology", metavar="FILE|PRESET", help="Show this one instead of detecting.")
+    ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="PATH", help="Write it as a file that A2A_TOPOLOGY takes; - for stdout, on one line."
+        ),
+    ] = None,
+    plot: Plot = None,
+) -> int:
+    """Which ranks can load and store each other's memory, and how fast the links are."""
+    from a2a.cli import topo as command
+
+    return command.run(topology, ranks, json, plot)
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Argument(metavar="OP", help="all_to_all, all_to_allv or moe.")],
+    ranks: Ranks = None,
+    sizes: Annotated[
+        str, typer.Option("--bytes", help="Send buffer of each rank, as nccl-tests counts it: 4K,1M,64M.")
+    ] = "4K,64K,1M,16M,64M",
+    dtype: Annotated[str, typer.Option(help="Data types: float32,bf16.")] = "float32",
+    against: Annotated[str, typer.Option(help="Baselines: gloo,mpi or none.")] = "gloo",
+    algorithm: Annotated[str | None, typer.Option(help="The algorithm to use instead of the planner's choice.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="symmetric (tensors of comm.empty; the default) or ordinary tensors.")
+    ] = None,
+    through: Annotated[
+        str, typer.Option(help='a2a, or dist: dist.all_to_all_single on a group of backend "a2a".')
+    ] = "a2a",
+    tokens: Annotated[int, typer.Option(min=1, help="moe: tokens of each rank.")] = 1024,
+    hidden: Annotated[int, typer.Option(min=1, help="moe: size of a token.")] = 1024,
+    experts: Annotated[int, typer.Option(min=1, help="moe: experts, spread over the ranks.")] = 32,
+    top_k: Annotated[int, typer.Option(min=1, max=32, help="moe: experts of each token.")] = 4,
+    skew: Annotated[
+        float, typer.Option(min=0, help="moe: 0 routes uniformly; s prefers expert e by (e + 1) to the power -s.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="moe: of tokens and routing.")] = 0,
+    repeat: Repeat = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> int:
+    """Time a collective, or a MoE layer's dispatch and combine, in turn with its baselines."""
+    from a2a.cli import bench as command
+
+    (op,) = parse.words(op, command.OPS, "OP") or [""]
+    (through,) = parse.words(through, ("a2a", "dist"), "--through") or ["a2a"]
+    usual = "ordinary" if through == "dist" else "symmetric"
+    (memory,) = parse.words(memory or usual, ("symmetric", "ordinary"), "--memory")
+    if algorithm is not None:
+        _with_algorithm("moe" if op == "moe" else "all_to_all", algorithm)
+    request = command.Request(
+        op=op,
+        command=" ".join(["a2a", *sys.argv[1:]]),
+        dtypes=tuple(parse.dtype_names(dtype)),
+        against=tuple(parse.words(against, command.BASELINES, "--against")),
+        repeat=repeat,
+        sizes=tuple(parse.sizes(sizes)),
+        memory=memory,
+        through=through,
+        tokens=tokens,
+        hidden=hidden,
+        experts=experts,
+        top_k=top_k,
+        skew=skew,
+        seed=seed,
+    )
+    return command.run(request, ranks, json, plot)
+
+
+def _with_algorithm(op: str, algorithm: str) -> None:
+    """Start this command again with the algorithm in A2A_ALGORITHM, from where the planner of every rank takes it."""
+    wanted = f"{op}={algorithm}"
+    if wanted not in (config().algorithm or "").split(","):
+        os.execvp("env", ["env", f"A2A_ALGORITHM={wanted}", sys.executable, "-m", "a2a", *sys.argv[1:]])

@@ -1,0 +1,231 @@
+"""`a2a demo`: a MoE layer over ranks, forward and backward: right, and how much faster than gloo.
+
+Every rank knows every other's tokens and all experts' weights (from the seed), so each can compute the layer densely by
+itself and hold its own outputs and gradients against that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from a2a.cli import show
+from a2a.cli.ranks import Emit, run_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    import a2a
+    from a2a.measure import Control
+
+TOLERANCE = 1e-5  # largest difference from the dense layer (float64), relative to its largest value: float32 rounding
+TIMED_S = 2.5
+
+
+@dataclass(frozen=True)
+class Request:
+    """The layer to run. Sent to every rank."""
+
+    tokens: int
+    hidden: int
+    experts: int
+    top_k: int
+    repeat: int | None = None
+
+
+def run(request: Request, ranks: int | None, default_ranks: int) -> int:
+    """Run the demo and print what it found; returns the exit code: 1 if a2a's layer was not the dense one."""
+    checks: dict[str, float] = {}
+    times: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {}
+    with show.progress(3) as steps:
+
+        def receive(message: dict[str, Any]) -> None:
+            if "begin" in message:
+                steps.begin(message["begin"])
+            checks.update(message.get("checks", {}))
+            facts.update(message.get("facts", {}))
+            times.extend(message.get("times", []))
+
+        run_ranks(work, request, ranks, receive, default=default_ranks)
+    if not facts:  # a rank other than 0, under a launcher
+        return 0
+    return _show(request, facts, checks, times)
+
+
+def _show(request: Request, facts: dict[str, Any], checks: dict[str, float], times: Sequence[dict[str, Any]]) -> int:
+    out = show.console()
+    ranks = facts["ranks"]
+    out.print(
+        f"A Mixture-of-Experts layer on [bold]{ranks} ranks[/bold]: {request.tokens} tokens each, hidden {request.hidden}, "
+        f"{request.experts} experts, top-{request.top_k}, float32.\n[dim]{facts['cpu']}; {facts['topology']}[/dim]\n"
+    )
+    rows = [
+        [name, f"{error:.1e}", "[green]yes[/green]" if error <= TOLERANCE else "[bold red]NO[/bold red]"]
+        for name, error in checks.items()
+    ]
+    right = all(error <= TOLERANCE for error in checks.values())
+    show.print_table(
+        out,
+        ["against a dense layer", "largest difference", "equal"],
+        rows,
+        title="Is it right? (float32 against float64)",
+    )
+    out.print()
+    rows = [
+        [
+            entry["part"].replace("_", " "),
+            show.us_text(entry["a2a"]),
+            show.us_text(entry["gloo"]),
+            f"[bold]{show.ratio_text(entry['gloo'] / entry['a2a'])}[/bold]",
+        ]
+        for entry in times
+    ]
+    show.print_table(
+        out,
+        ["phase", "a2a us", "gloo us", "times faster"],
+        rows,
+        title="How fast? (p50 of alternating runs, slowest rank)",
+    )
+    total = times[-1]
+    faster = total["gloo"] / total["a2a"]
+    out.print()
+    if right:
+        out.print(
+            f"[bold]a2a moved the tokens of {ranks} ranks to their experts and back {show.ratio_text(faster)[:-1]} times as "
+            f"fast as gloo, and every output and gradient is that of a dense layer.[/bold]"
+        )
+    else:
+        out.print("[bold red]a2a's layer is NOT the dense one on this machine; please report this.[/bold red]")
+    return 0 if right else 1
+
+
+# ----------------------------------------------------------------------------------------------------- on every rank
+
+
+def work(request: Request, emit: Emit) -> None:
+    """Check the layer against the dense one, then time dispatch and combine against gloo; on each rank."""
+    import torch
+
+    import a2a
+    from a2a.cli import moe_contenders as moe
+    from a2a.measure import Control, alternate, cpu_name
+
+    control = Control()
+    with a2a.communicator() as comm:
+        emit(
+            {
+                "begin": "checking against a dense layer",
+                "facts": {"ranks": comm.world_size, "cpu": cpu_name(), "topology": comm.topology.summary()},
+            }
+        )
+        names, errors = zip(*_check(request, comm, control).items(), strict=True)
+        emit({"checks": dict(zip(names, control.maximum(errors), strict=True))})
+        emit({"begin": "timing a2a and gloo in turn"})
+        case = moe.MoeCase(
+            tokens=request.tokens,
+            hidden=request.hidden,
+            experts=request.experts,
+            top_k=request.top_k,
+            dtype=torch.float32,
+            ranks=comm.world_size,
+        )
+        contenders = [moe.a2a_contender(case, comm), moe.gloo_contender(case, comm.rank)]
+        timings = alternate(contenders, control, budget_s=TIMED_S, repeat=request.repeat)
+        wrong = {name: parts["total"].wrong for name, parts in timings.items() if parts["total"].wrong}
+        if wrong:
+            raise RuntimeError(f"the timed layers gave wrong elements: {wrong}")
+        emit(
+            {
+                "begin": "done",
+                "times": [
+                    {"part": part, **{name: timings[name][part].p50_us for name in ("a2a", "gloo")}}
+                    for part in (*moe.PARTS, "total")
+                ],
+            }
+        )
+        del contenders
+
+
+@dataclass(frozen=True)
+class _Weights:
+    router_HE: Tensor
+    up_EHF: Tensor
+    down_EFH: Tensor
+
+
+def _check(request: Request, comm: a2a.Communicator, control: Control) -> dict[str, float]:
+    """Run the layer once; this rank's largest differences from the dense layer, relative to the largest value."""
+    import torch
+
+    import a2a
+
+    tokens, hidden, experts = min(request.tokens, 128), request.hidden, request.experts
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * shape[-2] ** -0.5
+
+    feed = 64
+    dense = _Weights(random(hidden, experts), random(experts, hidden, feed), random(experts, feed, hidden))
+    x_all, grad_all = random(comm.world_size, tokens, hidden), random(comm.world_size, tokens, hidden)
+    first = sum(_owned(experts, comm.world_size)[: comm.rank])
+    here = slice(first, first + _owned(experts, comm.world_size)[comm.rank])
+
+    mine = _Weights(
+        dense.router_HE.float().requires_grad_(),
+        dense.up_EHF[here].float().requires_grad_(),
+        dense.down_EFH[here].float().requires_grad_(),
+    )
+    x = x_all[comm.rank].float().requires_grad_()
+    layer = a2a.ExpertParallel(
+        num_experts=experts, top_k=request.top_k, hidden=hidden, max_tokens=tokens, dtype=torch.float32, comm=comm
+    )
+    weights, ids = (x @ mine.router_HE).softmax(dim=-1).topk(request.top_k, dim=-1)
+    rows, rows_per_expert, routing = layer.dispatch(x, ids, weights)
+    outputs = [
+        torch.nn.functional.gelu(of_expert @ up) @ down
+        for of_expert, up, down in zip(rows.split(rows_per_expert.tolist()), mine.up_EHF, mine.down_EFH, strict=True)
+    ]
+    y = layer.combine(torch.cat(outputs), routing)
+    y.backward(grad_all[comm.rank].float())
+
+    leaves = [leaf.requires_grad_() for leaf in (dense.router_HE, dense.up_EHF, dense.down_EFH, x_all)]
+    y_all = torch.stack([_dense(x_rank, dense, request.top_k) for x_rank in x_all])
+    y_all.backward(grad_all)
+    router_grad = torch.tensor(control.total(mine.router_HE.grad.flatten().tolist())).view_as(dense.router_HE)  # type: ignore[union-attr]
+    grads = [leaf.grad for leaf in leaves]
+    return {
+        "output": _difference(y, y_all[comm.rank]),
+        "gradient of the tokens": _difference(x.grad, grads[3][comm.rank]),  # type: ignore[index]
+        "gradient of the router": _difference(router_grad, grads[0]),
+        "gradients of the experts": max(
+            _difference(mine.up_EHF.grad, grads[1][here]),  # type: ignore[index]
+            _difference(mine.down_EFH.grad, grads[2][here]),  # type: ignore[index]
+        ),
+    }
+
+
+def _dense(x_TH: Tensor, weights: _Weights, top_k: int) -> Tensor:
+    """The layer without dispatch: every expert on every token, weighted with what the router says (0 beyond top_k)."""
+    import torch
+
+    values, ids = (x_TH @ weights.router_HE).softmax(dim=-1).topk(top_k, dim=-1)
+    gates_TE = torch.zeros(len(x_TH), weights.router_HE.shape[1], dtype=x_TH.dtype).scatter(1, ids, values)
+    hidden_ETF = torch.nn.functional.gelu(torch.einsum("th,ehf->etf", x_TH, weights.up_EHF))
+    return torch.einsum("te,etf,efh->th", gates_TE, hidden_ETF, weights.down_EFH)
+
+
+def _owned(experts: int, ranks: int) -> list[int]:
+    base, more = divmod(experts, ranks)
+    return [base + (rank < more) for rank in range(ranks)]
+
+
+def _difference(value: Tensor | None, reference: Tensor | None) -> float:
+    if value is None or reference is None:
+        return float("nan")
+    if reference.numel() == 0:
+        return 0.0
+    scale = max(float(reference.detach().abs().max()), 1e-30)
+    return float((value.detach().double() - reference.detach()).abs().max()) / scale

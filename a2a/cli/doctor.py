@@ -1,0 +1,312 @@
+"""`a2a doctor`: what this machine can do, what keeps something from being used, and what to do about it.
+
+Every fact is asked for by itself and none can end the command: it is there for machines where something is missing, torch
+and a2a's own compiled library included. The exit code is 0 whatever is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import platform
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from a2a.cli import show
+from a2a.cli.ranks import find_mpi
+from a2a.config import describe, launch
+
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
+FUTEX_WAKE = 1
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line. `state`: "ok", "off" (absent, and nothing is wrong with that) or "bad" (something a2a needs is missing)."""
+
+    state: str
+    name: str
+    text: str
+    fix: str = ""
+
+
+def run() -> int:
+    """Print all facts; returns 0."""
+    out = show.console()
+    marks = {"ok": ("+", "green"), "off": ("-", "yellow"), "bad": ("!", "bold red")}
+    problems = 0
+    for title, facts in SECTIONS.items():
+        out.print(f"[bold]{title}[/bold]")
+        table = Table.grid(padding=(0, 1))
+        table.add_column(no_wrap=True)
+        table.add_column(min_width=8)
+        table.add_column(overflow="fold")
+        for fact in _safely(title, facts) or [Fact("off", title.lower(), "none found")]:
+            mark, style = marks[fact.state]
+            text = Text(fact.text)
+            if fact.fix:
+                text.append(f"\n-> {fact.fix}", style="bold")
+            table.add_row(Text(mark, style=style), Text(fact.name), text)
+            problems += fact.state == "bad"
+        out.print(table)
+        out.print()
+    if problems:
+        out.print(f"[bold red]{problems} of these keep a2a from working as it should[/bold red] (marked !).")
+    else:
+        out.print("[bold green]Nothing here keeps a2a from working.[/bold green]")
+    return 0
+
+
+def _safely(title: str, facts: Callable[[], Iterator[Fact]]) -> list[Fact]:
+    """The facts of a section; an unforeseen error becomes one more of them."""
+    found: list[Fact] = []
+    try:
+        found.extend(facts())
+    except Exception as error:
+        found.append(Fact("bad", title.lower(), f"could not be asked: {type(error).__name__}: {error}"))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- sections
+
+
+def _software() -> Iterator[Fact]:
+    on_linux = sys.platform.startswith("linux")
+    yield Fact("ok", "python", f"{platform.python_version()} ({platform.python_implementation()})")
+    yield Fact(
+        "ok" if on_linux else "bad",
+        "system",
+        f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "" if on_linux else "a2a runs on Linux only",
+    )
+    yield _package("a2a", "pip install .", needed=False)  # a checkout on the path has no metadata, and works
+    yield _package("torch", "pip install torch")
+    yield _package("numpy", "pip install numpy")
+    yield _package("matplotlib", "for --plot: pip install 'a2a[plot]'", needed=False)
+    yield _library()
+
+
+def _package(name: str, fix: str, *, needed: bool = True) -> Fact:
+    found = importlib.util.find_spec(name)
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        version = "in a folder of sys.path, not installed" if found else "not installed"
+    if found:
+        return Fact("ok", name, version)
+    return Fact("bad" if needed else "off", name, version, fix)
+
+
+def _library() -> Fact:
+    fix = "pip install . (or pip install -e .) in the checkout, or install the wheel"
+    try:
+        from a2a.kernels import cpu
+
+        cpu.lib()
+        return Fact("ok", "library", f"{cpu.find()}, ABI {cpu.ABI}, instructions: {cpu.isa()}")
+    except Exception as error:
+        return Fact("bad", "library", str(error), fix)
+
+
+def _cpu() -> Iterator[Fact]:
+    from a2a.topology import local_facts
+
+    facts = local_facts()
+    quota = "" if facts.cpu_quota is None else f", of which its cgroup grants {facts.cpu_quota:g} cores' time"
+    try:
+        from a2a.measure import cpu_name
+
+        processor = cpu_name()
+    except ImportError:  # no torch
+        processor = platform.processor() or platform.machine()
+    yield Fact("ok", "processor", processor)
+    yield Fact("ok", "cores", f"{len(facts.cpus)} in the affinity mask{quota}")
+    known = facts.boot_id and facts.net_ns
+    yield Fact(
+        "ok" if known else "off",
+        "host",
+        f"{facts.hostname}, user {facts.uid}"
+        + ("" if known else "; boot id or network namespace can't be read, so ranks are grouped by trying alone"),
+    )
+
+
+def _shared_memory() -> Iterator[Fact]:
+    blocked = "the sandbox or seccomp profile forbids it; allow it, or run elsewhere"
+    for name, probe, why in (
+        ("memfd", _try_memfd, "memory that ranks share"),
+        (
+            "sockets",
+            _try_sockets,
+            "abstract Unix sockets that pass file descriptors: how ranks hand memory to each other",
+        ),
+        ("futex", _try_futex, "how a rank sleeps while it waits"),
+        ("pidfd", _try_pidfd, "how the death of a rank is noticed at once"),
+    ):
+        try:
+            probe()
+            yield Fact("ok", name, f"works ({why})")
+        except Exception as error:
+            yield Fact("bad", name, f"does not work: {error} ({why})", blocked)
+    yield _huge_pages()
+    try:
+        status = os.statvfs("/dev/shm")
+        free = status.f_bavail * status.f_frsize / 2**20
+        yield Fact("ok", "/dev/shm", f"{free:,.0f} MiB free; a2a does not use it (its memory is anonymous)")
+    except OSError as error:
+        yield Fact("off", "/dev/shm", f"{error.strerror}; a2a does not need it (its memory is anonymous)")
+
+
+def _try_memfd() -> None:
+    descriptor = os.memfd_create("a2a-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
+            memory[0] = 1
+    finally:
+        os.close(descriptor)
+
+
+def _try_sockets() -> None:
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.settimeout(5)
+        server.bind(f"\0a2a-doctor-{secrets.token_hex(16)}")
+        server.listen(1)
+        client.connect(server.getsockname())
+        peer, _ = server.accept()
+        with peer:
+            socket.send_fds(client, [b"x"], [client.fileno()])
+            _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if not descriptors:
+                raise OSError("the descriptor did not arrive")
+
+
+def _try_futex() -> None:
+    number = SYS_FUTEX.get(platform.machine())
+    if number is None:
+        return  # no number known here; the library asks the C library's headers
+    word = ctypes.c_uint32(0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(number), ctypes.byref(word), FUTEX_WAKE, 1, None, None, 0) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _try_pidfd() -> None:
+    if not hasattr(os, "pidfd_open"):
+        raise OSError("this Python was built without pidfd_open")
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _huge_pages() -> Fact:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    except OSError:
+        return Fact(
+            "off", "huge pages", "this kernel does not offer them for shared memory; large exchanges are slower"
+        )
+    chosen = text.partition("[")[2].partition("]")[0]
+    if chosen in ("never", "deny"):
+        return Fact(
+            "off",
+            "huge pages",
+            f"off for shared memory ({chosen}): large exchanges are slower",
+            "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        )
+    return Fact("ok", "huge pages", f"for shared memory: {chosen}")
+
+
+def _gpu() -> Iterator[Fact]:
+    if importlib.util.find_spec("torch") is None:
+        yield Fact("off", "gpu", "torch is not installed, so no GPU was asked")
+        return
+    import torch
+
+    if torch.version.cuda is None:
+        yield Fact("off", "gpu", f"torch {torch.__version__} is a build without CUDA; a2a uses the CPU")
+        return
+    try:
+        count = torch.cuda.device_count()
+    except Exception as error:
+        count, reason = 0, f": {error}"
+    else:
+        reason = ""
+    if not count:
+        yield Fact(
+            "off", "gpu", f"torch is built for CUDA {torch.version.cuda} and sees no GPU{reason}; a2a uses the CPU"
+        )
+        return
+    for index in range(count):
+        about = torch.cuda.get_device_properties(index)
+        yield Fact(
+            "ok",
+            f"gpu {index}",
+            f"{about.name}, sm_{about.major}{about.minor}, {about.multi_processor_count} SMs, "
+            f"{about.total_memory / 2**30:.0f} GiB",
+        )
+    for first in range(count):
+        apart = [
+            str(other)
+            for other in range(count)
+            if other != first and not torch.cuda.can_device_access_peer(first, other)
+        ]
+        if apart:
+            yield Fact(
+                "off", f"gpu {first}", f"has no peer access to {', '.join(apart)}: exchanges with them go through NCCL"
+            )
+
+
+def _launchers() -> Iterator[Fact]:
+    started = launch()
+    if started.launcher is None:
+        yield Fact("ok", "launcher", "none: started alone; commands start their own ranks")
+    else:
+        yield Fact("ok", "launcher", f"{started.launcher}: rank {started.rank} of {started.world_size}")
+    try:
+        mpi = find_mpi()
+        yield Fact("ok", "mpi", f"{mpi.version}, started by {' '.join(mpi.mpiexec)}")
+    except Exception as error:
+        yield Fact("off", "mpi", str(error))
+
+
+def _transports() -> Iterator[Fact]:
+    from a2a.topology import Topology
+    from a2a.transport import candidates
+
+    topology = Topology.detect()
+    for transport in candidates():
+        reason = transport.unavailable(topology, transport.device_type)
+        yield Fact(
+            "off" if reason else "ok", transport.name, reason or f"can be used, for {transport.device_type} tensors"
+        )
+
+
+def _algorithms() -> Iterator[Fact]:
+    yield from ()
+
+
+def _variables() -> Iterator[Fact]:
+    for name, value, meaning in describe():
+        yield Fact("off" if value == "unset" else "ok", name, f"{value} ({meaning})")
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Fact]]] = {
+    "Software": _software,
+    "Processor": _cpu,
+    "Shared memory": _shared_memory,
+    "GPUs": _gpu,
+    "Launchers": _launchers,
+    "Transports": _transports,
+    "Algorithms": _algorithms,
+    "Variables": _variables,
+}

@@ -1,0 +1,100 @@
+"""`a2a topo`: which ranks share memory, and how fast the links are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from a2a.cli import show
+from a2a.cli.ranks import Emit, run_ranks
+from a2a.config import launch
+
+if TYPE_CHECKING:
+    from a2a.topology import Topology
+
+MAX_ROWS = 64  # of domains; larger topologies are cut in the middle
+
+
+def run(given: str | None, ranks: int | None, json_path: str | None, plot: Path | None) -> int:
+    """Detect (or load) a topology and show it; returns the exit code."""
+    from a2a.topology import Topology, resolve
+
+    found: list[Topology] = []
+    if given is not None:
+        found.append(Topology.load(given))
+    elif ranks in (None, 1) and launch().world_size == 1:
+        found.append(resolve(_alone, 0, 1))
+    else:
+        run_ranks(work, None, ranks, lambda message: found.append(Topology.from_json(message["topology"])))
+    for topology in found:  # none on a rank other than 0, under a launcher
+        _show(topology, json_path, plot)
+        if given is None and topology.world_size == 1 and json_path is None:
+            show.console().print("One process alone; --ranks N, or your launcher, shows how several are grouped.")
+    return 0
+
+
+def work(_: None, emit: Emit) -> None:
+    """Find out the topology together; on each rank."""
+    import torch.distributed as dist
+
+    from a2a.topology import resolve
+
+    def exchange(tag: str, payload: bytes) -> list[bytes]:
+        payloads: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(payloads, (tag, payload))
+        return [item for _, item in payloads]
+
+    topology = resolve(exchange, dist.get_rank(), dist.get_world_size())
+    emit({"topology": topology.to_json()})
+
+
+def _alone(_: str, payload: bytes) -> list[bytes]:
+    return [payload]
+
+
+def _show(topology: Topology, json_path: str | None, plot: Path | None) -> None:
+    if json_path == "-":
+        print(json.dumps(json.loads(topology.to_json())))
+    elif json_path is not None:
+        topology.save(json_path)
+    out = show.console(stderr=json_path == "-")
+    rows = [
+        [
+            str(index),
+            _ranks(domain.ranks),
+            domain.kind,
+            domain.host or "-",
+            domain.rack or "-",
+            str(domain.cores or "-"),
+        ]
+        for index, domain in enumerate(topology.domains)
+    ]
+    if len(rows) > MAX_ROWS:
+        rows = [*rows[: MAX_ROWS - 2], ["...", f"{len(rows) - MAX_ROWS + 1} more domains", *["..."] * 4], rows[-1]]
+    show.print_table(out, ["domain", "ranks", "kind", "host", "rack", "cores"], rows, title=topology.summary(), left=5)
+    for name, link in (
+        ("scale-up, in a domain", topology.scale_up),
+        ("scale-out, between domains", topology.scale_out),
+    ):
+        source = f" ({link.source})" if link.source else ""
+        out.print(f"{name}: {link.latency_us:g} us, {link.bandwidth_GBps:g} GB/s{source}", markup=False)
+    for note in topology.notes:
+        out.print(f"note: {note}", markup=False)
+    if plot is not None:
+        from a2a.cli import plots
+
+        plots.topology(topology, plot)
+        out.print(f"plot: {plot}", markup=False)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """(0, 1, 2, 3, 8) -> "0-3, 8"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,376 @@
+"""A communicator: one process group's topology, transport and buffers, and their owner.
+
+Explicit communicators (`communicator()`) are always new and are closed by who made them. The implicit one of a process group is
+made with the group's first a2a call and goes when the group goes; it is found through a weak map keyed by the group.
+
+Set-up needs one thing of the group: its key-value store, through which the ranks find each other. So a group that has done
+nothing yet will do, a subgroup too, and no collective of another engine runs. Where a group has no store that can be reached, its
+own `all_gather_object` serves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import itertools
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from a2a.config import config
+from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
+from a2a.kernels import cpu
+from a2a.topology import Topology, resolve
+from a2a.transport import candidates
+from a2a.transport.base import Exchange, Transport, Wiring
+
+if TYPE_CHECKING:
+    from a2a.plan import Plan
+    from a2a.work import Work
+
+_log = logging.getLogger("a2a")
+
+DEFAULT_TIMEOUT_S = 1800.0  # where neither the user nor the group says
+
+
+class Communicator:
+    """What the ranks of one group share. Made by all of them together; each closes its own.
+
+    Attributes:
+        rank, world_size: this rank's place in the group, and the number of ranks.
+        topology: who shares memory with whom.
+        transport: the shared memory, or None where no transport serves this topology (then `why_no_transport` says why
+            and every op runs on torch.distributed).
+        timeout_s: how long a rank waits for a peer.
+        group: the ProcessGroup that it stands for, or None.
+    """
+
+    def __init__(self, exchange: Exchange, rank: int, world_size: int, *, topology: Topology | None = None,
+                 timeout_s: float = DEFAULT_TIMEOUT_S, group: Any = None, device_type: str = "cpu") -> None:  # fmt: skip
+        self.rank, self.world_size, self.timeout_s, self.device_type = rank, world_size, timeout_s, device_type
+        self._group = None if group is None else weakref.ref(group)
+        self.topology = topology or resolve(exchange, rank, world_size, config().topology, **_place_in_job(group))
+        if self.topology.world_size != world_size:
+            raise ValueError(
+                f"communicator: the topology has {self.topology.world_size} ranks, the group has {world_size}; "
+                f"pass topology.restrict(ranks of the group)"
+            )
+        self.transport: Transport | None = None
+        self.why_no_transport: dict[str, str] = {}
+        self._closed = False
+        self._ok: torch.Tensor | None = None
+        self._inflight: set[Work] = set()
+        self._completions: queue.SimpleQueue[Work | None] | None = None
+        self._owned: list[Callable[[], None]] = []
+        self.plans: dict[Any, Any] = {}  # what ops keep between calls: plans and registered requests
+        self.handed_over: dict[str, int] = {}
+        for transport in candidates():
+            reason = transport.unavailable(self.topology, device_type)
+            if reason is None:
+                self.transport = transport.open(
+                    Wiring(exchange, rank, self.topology, timeout_s, torch.device(device_type))
+                )
+                break
+            self.why_no_transport[transport.name] = reason
+        self.handle = self.transport.handle if self.transport else 0
+        _open.add(self)
+
+    @property
+    def group(self) -> Any:
+        return None if self._group is None else self._group()
+
+    # ---- what users call
+
+    def empty(self, *shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a symmetric tensor: one that peers can load and store directly. Collective.
+
+        Args:
+            shape: sizes, or one sequence of them; equal on all ranks.
+            dtype: default: torch's default dtype; equal on all ranks.
+        Returns: an uninitialised tensor. Its memory is used again once the tensors of all ranks are gone and `empty` is called
+            again; tensors may outlive the communicator.
+        Raises:
+            MismatchError: ranks ask for different shapes or dtypes.
+            UnsupportedError: no transport here, or no memory.
+        Cost: a few hundred microseconds and one touch of every page. Not for the inner loop.
+        Like: torch.distributed._symmetric_memory.empty.
+        """
+        if len(shape) == 2 and isinstance(shape[1], torch.dtype):
+            shape, dtype = shape[:1], shape[1]
+        sizes = tuple(int(n) for n in (shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape))
+        dtype = dtype or torch.get_default_dtype()
+        transport = self.require_transport("comm.empty")
+        numel = 1
+        for n in sizes:
+            if n < 0:
+                raise ValueError(f"comm.empty: negative size in {sizes}")
+            numel *= n
+        buffer = transport.alloc(numel * dtype.itemsize, f"comm.empty({list(sizes)}, {_name(dtype)})")
+        return transport.tensor(buffer)[: numel * dtype.itemsize].view(dtype).view(sizes)
+
+    def plan(self, op: str, num_bytes: int = 0, dtype: torch.dtype = torch.float32) -> Plan:
+        """Say which algorithm `op` would take, why, and why not the others."""
+        from a2a.plan import Request, choose  # plan stands on this module
+
+        return choose(Request(op, dtype, num_bytes), self)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: collectives, bytes per way, and for each peer how often and how long it was late."""
+        self.check_open("stats")
+        told = self.transport.stats() if self.transport else {"transport": None, "reasons": dict(self.why_no_transport)}
+        return {**told, "rank": self.rank, "handed_over": dict(self.handed_over)}
+
+    def check(self) -> None:
+        """Raise the communicator's first failure, if there was one on any rank. Does not wait."""
+        self.check_open("check")
+        if self.transport and self.transport.failed():
+            self.transport.raise_failure(cpu.FAILED, "check")
+
+    @property
+    def ok(self) -> torch.Tensor:
+        """A 0-dimensional int32 tensor on the device: 1 until the first failure of any rank, then 0. Reading it costs a load."""
+        if self._ok is None:
+            self.check_open("ok")
+            self._ok = self.transport.ok_word() if self.transport else torch.ones((), dtype=torch.int32)
+        return self._ok
+
+    def close(self) -> None:
+        """Leave the communicator. Local and idempotent: peers that still wait for this rank are told. Tensors stay valid."""
+        if self._closed:
+            return
+        self._closed = True
+        for release in reversed(self._owned):
+            release()
+        if self.transport:
+            self.transport.close()
+        for work in list(self._inflight):
+            work._settle(1.0)  # the progress thread has ended: every result is there
+        if self._completions is not None:
+            self._completions.put(None)
+        self._ok = None
+        if self.transport and not self._inflight:
+            self.transport.free()
+        self.handle = 0
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        name = self.transport.name if self.transport else "no transport"
+        state = "closed" if self._closed else name
+        return f"Communicator(rank={self.rank}, world_size={self.world_size}, {state})"
+
+    # ---- what ops call
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def check_open(self, op: str) -> None:
+        if self._closed:
+            raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
+
+    def require_transport(self, op: str) -> Any:
+        self.check_open(op)
+        if self.transport is None:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.why_no_transport.items())
+            raise UnsupportedError(f"{op}: no transport serves this group ({reasons}). See `a2a doctor`")
+        return self.transport
+
+    def raise_failure(self, result: int, op: str, peer: int | None = None) -> None:
+        """Raise the error behind a kernel's result; `peer`: whose refusal it was, where that is known."""
+        if self._closed or self.transport is None:
+            raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
+        if peer is None or result != cpu.PEER_REFUSED:
+            self.transport.raise_failure(result, op)
+        else:
+            self.transport.raise_failure(result, op, peer)  # type: ignore[call-arg]
+
+    def own(self, release: Callable[[], None]) -> None:
+        """Call `release` when the communicator closes, last in first out."""
+        self._owned.append(release)
+
+    def keep(self, work: Work) -> None:
+        """Hold on to asynchronous work, and through it to its tensors, until it is done."""
+        for done in [w for w in self._inflight if w._settle(0.0)] if len(self._inflight) >= 32 else []:
+            self.forget(done)
+        self._inflight.add(work)
+
+    def forget(self, work: Work) -> None:
+        self._inflight.discard(work)
+
+    def complete_in_background(self, work: Work) -> None:
+        """Resolve the work's future when it is done, on a thread of this communicator."""
+        if self._completions is None:
+            self._completions = queue.SimpleQueue()
+            threading.Thread(target=_complete, args=(self._completions,), name="a2a futures", daemon=True).start()
+        self._completions.put(work)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            try:
+                self.close()
+            except Exception:  # the interpreter may be half gone
+                _log.debug("communicator: close at collection failed", exc_info=True)
+
+
+def _complete(works: queue.SimpleQueue[Work | None]) -> None:
+    while (work := works.get()) is not None:
+        while not work._settle(0.05):
+            pass
+        work._resolve_future()
+        del work
+
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Peers that still wait are told before the interpreter falls apart."""
+    for comm in list(_open):
+        comm.close()
+
+
+# ---------------------------------------------------------------- from a process group to a communicator
+
+
+def communicator(group: Any = None, topology: Topology | None = None, timeout: Any = None) -> Communicator:
+    """Make a new communicator for `group`. Collective over the group; close it, or use it as a context manager.
+
+    Args:
+        group: a ProcessGroup; None: the default one.
+        topology: instead of what A2A_TOPOLOGY names or detection finds; of the group's ranks.
+        timeout: seconds or a timedelta that a rank waits for a peer; default: A2A_TIMEOUT_S, else the group's own.
+    Raises:
+        PeerTimeoutError: a rank of the group did not come; names it.
+        UnsupportedError: this machine refuses what the transport needs; says what.
+    """
+    group = _resolve_group(group, "communicator")
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"communicator: timeout={timeout} must be positive")
+    limit = seconds or config().timeout_s or _group_timeout(group)
+    serial = next(_serials.setdefault(group, itertools.count()))
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    exchange = _group_exchange(group, f"a2a/{serial}", rank, world_size, limit)
+    return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group)
+
+
+def implicit(group: Any) -> Communicator:
+    """The communicator that belongs to `group`, made now if this is its first use (then collective)."""
+    key = id(group)
+    known = _implicit.get(key)
+    if known is not None and known[0]() is group and not known[1]._closed:
+        return known[1]
+    group = _resolve_group(group, "a2a")
+    if known is not None and known[0]() is group:
+        known[1].check_open("a2a")
+    comm = communicator(group)
+    _implicit[key] = (weakref.ref(group, lambda _: _forget(key)), comm)
+    return comm
+
+
+def _forget(key: int) -> None:
+    known = _implicit.pop(key, None)
+    if known is not None and known[0]() is None:
+        known[1].close()
+
+
+# The implicit communicators by id(group), each with a weak reference that proves the id and drops the entry with its group:
+# a lookup by id costs a fifth of one in a WeakKeyDictionary, and every call makes one.
+_implicit: dict[int, tuple[weakref.ref[Any], Communicator]] = {}
+_serials: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+def _resolve_group(group: Any, op: str) -> Any:
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(f"{op}: torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{op}: this rank is not in the group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{op}: group must be a torch.distributed.ProcessGroup or an a2a.Communicator; got {type(group)}")
+    return group
+
+
+def _group_timeout(group: Any) -> float:
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+        timeout: datetime.timedelta = backend.options._timeout
+        return timeout.total_seconds()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return DEFAULT_TIMEOUT_S
+
+
+def _place_in_job(group: Any) -> dict[str, Any]:
+    if group is None or group not in c10d._world.pg_group_ranks:
+        return {}
+    return {"job_ranks": dist.get_process_group_ranks(group), "job_size": dist.get_world_size()}
+
+
+def _group_exchange(group: Any, prefix: str, rank: int, world_size: int, timeout_s: float) -> Exchange:
+    store = getattr(group, "_a2a_store", None)
+    if store is None and group in c10d._world.pg_map:
+        store = c10d._world.pg_map[group][1]
+    if store is not None:
+        return store_exchange(store, rank, world_size, timeout_s, prefix)
+
+    def exchange(tag: str, payload: bytes) -> list[bytes]:
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, payload, group=group)
+        return everyone
+
+    return exchange
+
+
+def store_exchange(store: Any, rank: int, world_size: int, timeout_s: float, prefix: str = "a2a") -> Exchange:
+    """An all-gather of small payloads through a key-value store of torch.distributed.
+
+    A rank removes its payload of a round once the next round is complete, when everybody must have read it: a store that
+    outlives its group (elastic restarts) holds nothing that a later communicator could take for its own.
+
+    Raises (when called):
+        PeerTimeoutError: a rank's payload did not come in time; names the rank.
+    """
+    rounds = itertools.count()
+    earlier: list[str] = []
+
+    def exchange(tag: str, payload: bytes) -> list[bytes]:
+        key = f"{prefix}/{next(rounds)}/{tag}"
+        store.set(f"{key}/{rank}", payload)
+        deadline = time.monotonic() + timeout_s
+        everyone = []
+        for peer in range(world_size):
+            left = max(0.01, deadline - time.monotonic())
+            try:
+                store.wait([f"{key}/{peer}"], datetime.timedelta(seconds=left))
+            except (RuntimeError, ValueError) as error:
+                raise PeerTimeoutError(
+                    f"rank {rank} waited {timeout_s:.1f} s for rank {peer} to make its a2a communicator (step {tag}). "
+                    f"Communicators are collective: every rank of the group makes them, in the same order",
+                    rank=rank, peer=peer, op="communicator",
+                ) from error  # fmt: skip
+            everyone.append(bytes(store.get(f"{key}/{peer}")))
+        while earlier:
+            store.delete_key(earlier.pop())
+        earlier.append(f"{key}/{rank}")
+        return everyone
+
+    return exchange
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

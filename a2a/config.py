@@ -1,0 +1,106 @@
+"""The environment, read in one place.
+
+Nothing else in a2a touches `os.environ`. Values are read when asked for, never at import, so that a launcher or a test may
+set them late. `describe()` is what `a2a doctor` prints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """The `A2A_*` variables, parsed. None means that the variable is unset and the library decides."""
+
+    topology: str | None = None
+    timeout_s: float | None = None
+    algorithm: str | None = None
+    spin_us: float | None = None
+    staging_kb: int | None = None
+    cache_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who this process is, as its launcher says. `launcher` is None when it was started alone."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    launcher: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+_MEANING = {
+    "A2A_TOPOLOGY": "topology to use instead of the detected one: a JSON file or a preset such as cpu:2x2",
+    "A2A_TIMEOUT_S": "seconds that a rank waits for a peer (default: the process group's own timeout)",
+    "A2A_ALGORITHM": "algorithms to use instead of the planner's choice: op=name,op=name",
+    "A2A_SPIN_US": "microseconds that a CPU rank spins before it yields (default: 20 with a core a rank, else 0)",
+    "A2A_STAGING_KB": "KiB of staging between each pair of CPU ranks (default: 512, less with many ranks)",
+    "A2A_CACHE_DIR": "folder for measured costs and compiled kernels (default: ~/.cache/a2a)",
+}
+
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def config(env: Mapping[str, str] | None = None) -> Config:
+    """Read the `A2A_*` variables.
+
+    Raises:
+        ValueError: a number can't be read or is out of range; names the variable.
+    """
+    env = os.environ if env is None else env
+
+    def number(name: str, low: float) -> float | None:
+        text = env.get(name, "").strip()
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{name}={text!r} is not a number; {_MEANING[name]}") from None
+        if not value >= low:
+            raise ValueError(f"{name}={text!r} is below {low:g}; {_MEANING[name]}")
+        return value
+
+    staging_kb = number("A2A_STAGING_KB", 16)
+    return Config(
+        topology=env.get("A2A_TOPOLOGY") or None,
+        timeout_s=number("A2A_TIMEOUT_S", 0.001),
+        algorithm=env.get("A2A_ALGORITHM") or None,
+        spin_us=number("A2A_SPIN_US", 0),
+        staging_kb=None if staging_kb is None else int(staging_kb),
+        cache_dir=env.get("A2A_CACHE_DIR") or None,
+    )
+
+
+def launch(env: Mapping[str, str] | None = None) -> Launch:
+    """Say which rank this process is, from torchrun's, MPI's (Open MPI, MPICH) or Slurm's variables, in that order."""
+    env = os.environ if env is None else env
+    for launcher, rank, size, local in _LAUNCHERS:
+        if rank in env and size in env:
+            port = env.get("MASTER_PORT")
+            return Launch(
+                rank=int(env[rank]),
+                world_size=int(env[size]),
+                local_rank=int(env.get(local, env[rank])),
+                launcher=launcher,
+                master_addr=env.get("MASTER_ADDR"),
+                master_port=int(port) if port else None,
+            )
+    return Launch()
+
+
+def describe(env: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
+    """List (variable, value or "unset", meaning) for every `A2A_*` variable."""
+    env = os.environ if env is None else env
+    return [(name, env.get(name, "unset"), meaning) for name, meaning in _MEANING.items()]

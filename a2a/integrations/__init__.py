@@ -1,0 +1,1 @@
+"""One file for each framework that a2a plugs into."""

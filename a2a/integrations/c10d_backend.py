@@ -1,0 +1,372 @@
+"""Backend "a2a" of torch.distributed: a process group whose all-to-alls are a2a's and whose other methods are torch's.
+
+    import a2a
+    dist.init_process_group("a2a")            # or new_group(backend="a2a"), "cpu:a2a", "cpu:gloo,cuda:a2a"
+
+Decisions:
+
+* **A subclass of `dist.ProcessGroup`, not of `Backend`**, which Python can't subclass before torch 2.14. torch puts such a
+  group in the place of its own and of everything else in the backend string. So the group itself makes the other
+  backends of the string, and torch's own one where the string says a2a. What isn't overridden here runs on those, in
+  C++: DDP, FSDP, DTensor, point to point, objects.
+* **The backend string is read from torch's frame** (`_requested`): torch doesn't pass it on and files it only later.
+* **Two groups on the same inner backends.** `native` is a plain `ProcessGroup`. The communicator is that group's, and what
+  a2a can't serve runs on it, so that a hand-over never comes back here.
+* **The communicator is made at the first all-to-all**, in which every rank of the group takes part anyway. Making a group
+  stays cheap, and one that exchanges no tokens has no shared memory.
+* **Handing over depends only on what is equal on all ranks**: the device type, the backend string, how the set-up went.
+* **torch renamed its methods in 2.13** (`alltoall_base` became `all_to_all_single`). Both are defined, as one function, and
+  callers in C++ find either without a detour.
+* **All synchronous calls return one finished Work**, never None: C++ waits on what it gets.
+
+Not served: `dist.monitored_barrier` insists on a backend named gloo (the method `group.monitored_barrier()` works), and the
+timeout of a single call (`opts.timeout`) is not looked at: the group's counts, or that of `Work.wait(timeout)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from a2a.comm import Communicator, implicit
+from a2a.ops import all_to_all, all_to_all_single
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store, Work
+
+from a2a.errors import UnsupportedError
+
+NAME = "a2a"
+_log = logging.getLogger("a2a")
+_PLAIN = (Tensor, torch.nn.Parameter)  # any other kind (FakeTensor, DTensor, ...) has no memory of its own to send
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an inner backend is made from."""
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+    requested: Mapping[str, str]  # device type -> backend name
+    group_name: str = ""
+    global_ranks: Sequence[int] = ()
+    options: object | None = None
+
+
+@dataclass(frozen=True)
+class Inner:
+    """torch's own backend for one device type."""
+
+    name: str
+    kind: dist.ProcessGroup.BackendType
+    backend: Any
+
+
+def _gloo(setup: Setup) -> Inner | None:
+    if not dist.is_gloo_available():
+        return None
+    backend = dist.ProcessGroupGloo(setup.store, setup.rank, setup.world_size, setup.timeout)
+    _describe(backend.options, setup)
+    return Inner("gloo", dist.ProcessGroup.BackendType.GLOO, backend)
+
+
+def _nccl(setup: Setup) -> Inner | None:
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    if isinstance(setup.options, dist.ProcessGroupNCCL.Options):
+        options = setup.options
+    options._timeout = setup.timeout
+    _describe(options, setup)
+    backend = dist.ProcessGroupNCCL(setup.store, setup.rank, setup.world_size, options)
+    return Inner("nccl", dist.ProcessGroup.BackendType.NCCL, backend)
+
+
+def _describe(options: Any, setup: Setup) -> None:
+    """Tell an inner backend which group it is part of, for its logs and dumps."""
+    options.global_ranks_in_group = list(setup.global_ranks)
+    options.group_name = setup.group_name
+
+
+# How torch's own backends are made; None where this machine or build has none.
+INNER: dict[str, Callable[[Setup], Inner | None]] = {"gloo": _gloo, "nccl": _nccl}
+# Which of them stands under a2a on each device type.
+UNDER: dict[str, str] = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class _Done(Work):
+    """Work that was finished when the call returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._future.set_result([])
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+    def result(self) -> list[Tensor]:
+        return []
+
+
+class _Pending(Work):
+    """a2a's Work as torch's C++ code knows it."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the call is done; 0 stands for the group's timeout. Raises what the call raised."""
+        return bool(self._work.wait(timeout.total_seconds() or None))
+
+    def synchronize(self) -> None:
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+    def exception(self) -> BaseException | None:
+        error: BaseException | None = self._work.exception()
+        return error
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = self._work.get_future()
+        return future
+
+    def result(self) -> list[Tensor]:
+        result: list[Tensor] = self._work.result()
+        return result
+
+
+class A2AProcessGroup(dist.ProcessGroup):
+    """A process group whose `all_to_all_single` and `alltoall` are a2a's and whose other methods are torch's.
+
+    Attributes:
+        native: the plain group of the same ranks and inner backends.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        # The constructor that takes a store fails on a subclass; torch's stub knows only that one.
+        super().__init__(setup.rank, setup.world_size)  # type: ignore[call-arg]
+        self._store = setup.store
+        self.native = dist.ProcessGroup(PrefixStore("native", setup.store), setup.rank, setup.world_size)
+        self._inner = _make_inner(setup)
+        self._served = {device_type for device_type, name in setup.requested.items() if name == NAME}
+        self._comms: dict[str, Communicator] = {}  # device type -> what serves it
+        self._refusals: dict[str, str] = {}  # device type -> why nothing does
+        self._handed_over: dict[str, int] = {}
+        self._done = _Done()
+        self._shut = False
+        for group in (self, self.native):
+            for device_type, inner in self._inner.items():
+                group._register_backend(torch.device(device_type), inner.kind, inner.backend)
+                group._set_default_backend(inner.kind)  # the last one, as torch does with "cpu:gloo,cuda:nccl"
+
+    def all_to_all_single(  # type: ignore[override]  # one signature for both of torch's overloads
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """As `ProcessGroup.all_to_all_single`, called `alltoall_base` before torch 2.13."""
+        comm = self._serving(input)
+        if comm is None:
+            call = getattr(self.native, "all_to_all_single", None) or self.native.alltoall_base
+            splits = (list(output_split_sizes), list(input_split_sizes))
+            work: Work | None = call(output, input, *splits, *_given(opts))
+            return self._hand_over("all_to_all_single", input, work)
+        if getattr(opts, "asyncOp", True):
+            return _Pending(all_to_all_single(output, input, output_split_sizes, input_split_sizes, comm, True))
+        all_to_all_single(output, input, output_split_sizes, input_split_sizes, comm)
+        return self._done
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # as above
+
+    def alltoall(  # type: ignore[override]  # as above
+        self,
+        output_tensors: list[Tensor],
+        input_tensors: list[Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """As `ProcessGroup.alltoall`. Differs: on a CPU too, the tensors may differ in size."""
+        first = input_tensors[0] if input_tensors else torch.empty(0)
+        comm = self._serving(first)
+        if comm is None:
+            work: Work | None = self.native.alltoall(output_tensors, input_tensors, *_given(opts))
+            return self._hand_over("all_to_all", first, work)
+        if getattr(opts, "asyncOp", True):
+            return _Pending(all_to_all(output_tensors, input_tensors, comm, True))
+        all_to_all(output_tensors, input_tensors, comm)
+        return self._done
+
+    def stats(self) -> dict[str, Any]:
+        """What this group has done so far.
+
+        Returns:
+            `communicator`: the communicator's own figures, or None before the first all-to-all;
+            `handed_over`: calls that went to the inner backend, counted by operation and reason.
+        """
+        comm = next(iter(self._comms.values()), None)
+        return {"communicator": None if comm is None else comm.stats(), "handed_over": dict(self._handed_over)}
+
+    def communicator(self) -> Communicator | None:
+        """The communicator that serves this group, made now if need be (collective); None where a2a can't serve it."""
+        for device_type in self._inner:
+            comm = self._comms.get(device_type)
+            if comm is None:
+                comm = self._find(device_type)
+            if comm is not None:
+                return comm
+        return None
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return NAME
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def shutdown(self) -> None:
+        self._close()
+        super().shutdown()
+
+    def abort(self) -> None:
+        self._close()
+        super().abort()
+
+    def _close(self) -> None:
+        self._shut = True
+        comms, self._comms = self._comms, {}
+        for comm in comms.values():
+            comm.close()
+
+    def _serving(self, tensor: Tensor) -> Communicator | None:
+        """What moves `tensor`; None: the inner backend."""
+        if type(tensor) not in _PLAIN:
+            return None
+        device_type = tensor.device.type
+        comm = self._comms.get(device_type)
+        return self._find(device_type) if comm is None else comm
+
+    def _find(self, device_type: str) -> Communicator | None:
+        """The communicator for tensors on `device_type`, made at the first call; None if the inner backend serves them."""
+        if self._shut:
+            raise RuntimeError(f"process group {self.group_name!r} (backend a2a) was destroyed; make a new one")
+        if device_type in self._refusals:
+            return None
+        reason, level = "the backend string gives them to another backend", logging.DEBUG
+        if device_type in self._served:
+            try:
+                comm = implicit(self.native)
+                reason, level = f"{comm.transport.name} shares {comm.transport.device_type} memory", logging.INFO
+                if comm.transport.device_type == device_type:
+                    self._comms[device_type] = comm
+                    return comm
+            except UnsupportedError as error:
+                reason, level = str(error), logging.WARNING
+        self._refusals[device_type] = reason
+        inner = self._inner.get(device_type)
+        _log.log(
+            level,
+            "process group %r (backend a2a), rank %d: all-to-alls of %s tensors go to %s: %s",
+            self.group_name,
+            self.rank(),
+            device_type,
+            inner.name if inner else "no backend",
+            reason,
+        )
+        return None
+
+    def _hand_over(self, op: str, tensor: Tensor, work: Work | None) -> Work:
+        """Count a call that the inner backend took; None, its answer to a synchronous call, becomes a finished Work."""
+        reason = self._refusals.get(tensor.device.type)
+        if reason is not None:
+            key = f"{op}, {tensor.device.type}: {reason}"
+            self._handed_over[key] = self._handed_over.get(key, 0) + 1
+        return self._done if work is None else work
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _make_inner(setup: Setup) -> dict[str, Inner]:
+    """torch's own backends, one for each device type that was asked for and that this machine has."""
+    made: dict[str, Inner | None] = {}
+    inner: dict[str, Inner] = {}
+    for device_type, requested in setup.requested.items():
+        name = UNDER.get(device_type, "") if requested == NAME else requested
+        if name not in INNER:
+            raise ValueError(
+                f"backend a2a: can't set up {device_type}:{requested} in one group with a2a; it knows {', '.join(INNER)}, "
+                f"and a2a on {', '.join(UNDER)}"
+            )
+        if name not in made:
+            made[name] = INNER[name](replace(setup, store=PrefixStore(name, setup.store)))
+        backend = made[name]
+        if backend is not None:
+            inner[device_type] = backend
+    if not inner:
+        raise ValueError(f"backend a2a: this machine has none of the devices asked for: {', '.join(setup.requested)}")
+    for backend in {id(one): one for one in inner.values()}.values():
+        backend.backend._set_sequence_number_for_group()
+    return inner
+
+
+def _requested() -> dict[str, str]:
+    """Which backend each device type was asked to have; a2a on the CPU where torch's caller can't be found."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, dist.BackendConfig):
+                return {device_type: str(name) for device_type, name in value.get_device_backend_map().items()}
+        frame = frame.f_back
+    return {"cpu": NAME}
+
+
+def _create(options: Any, backend_options: object | None) -> A2AProcessGroup:
+    """What torch calls for every group with this backend."""
+    return A2AProcessGroup(
+        Setup(
+            store=options.store,
+            rank=options.group_rank,
+            world_size=options.group_size,
+            timeout=options.timeout,
+            requested=_requested(),
+            group_name=options.group_id,
+            global_ranks=options.global_ranks_in_group,
+            options=backend_options,
+        )
+    )
+
+
+def register() -> None:
+    """Make "a2a" a backend name of torch.distributed; `import a2a` does it. Safe to repeat."""
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,1 @@
+"""The compiled side: the C library of the CPU kernels (`cpu`). Knows nothing of torch or of collectives' semantics."""

@@ -1,0 +1,165 @@
+"""The C library of the CPU kernels, through ctypes.
+
+`lib()` loads it once and gives its functions types; csrc/cpu/a2a.h documents them. The wheel carries it beside this package
+(`a2a/_lib/liba2a.so`). In an editable installation the sources may come first on `sys.path` while the library lies in
+site-packages, so every folder of `sys.path` is looked in, too.
+
+Only plain C crosses here: no torch ABI, no C++ run time, so that one binary serves every torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+import sysconfig
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t
+from ctypes import c_uint8, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from a2a.errors import UnsupportedError
+
+ABI = 1
+OK, FAILED, PEER_REFUSED, FORKED, NOT_OPEN, PENDING, INVALID = range(7)
+TEXTS = 256  # requests that a context keeps
+
+InterruptedCallback = CFUNCTYPE(c_int)
+
+
+class MoeRows(Structure):
+    """`a2a_moe_rows`: where a dispatch stores."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("scales", c_void_p),
+        ("weights", c_void_p),
+        ("rank", c_void_p),
+        ("token", c_void_p),
+        ("k", c_void_p),
+        ("index", c_void_p),
+        ("offsets", c_void_p),
+        ("overflow", c_void_p),
+        ("capacity", c_int64),
+        ("compact_capacity", c_int64),
+        ("limit", c_int64),
+        ("rows_wire", c_int),
+        ("compact", c_int),
+        ("direct", c_int),
+    )
+
+
+_P, _U32, _U64, _N = c_void_p, c_uint32, c_uint64, c_size_t
+
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "a2a_abi": (_U32, ()),
+    "a2a_isa": (c_char_p, ()),
+    "a2a_select_isa": (c_int, (c_char_p,)),
+    "a2a_control_bytes": (_N, (_U32, _N)),
+    "a2a_format": (None, (_P, _U32, _N, _U32)),
+    "a2a_map": (_P, (c_int, _N)),
+    "a2a_unmap": (None, (_P, _N)),
+    "a2a_populate": (None, (_P, _N)),
+    "a2a_attach": (_P, (_P, _N, _U32, _U32, _N, POINTER(c_int), _U32, c_double, c_double, InterruptedCallback)),
+    "a2a_set_timeout": (None, (_P, c_double)),
+    "a2a_close": (None, (_P,)),
+    "a2a_destroy": (None, (_P,)),
+    "a2a_add_segment": (c_int, (_P, _P, _N)),
+    "a2a_remove_segment": (None, (_P, c_int)),
+    "a2a_failure": (_U64, (_P,)),
+    "a2a_cause_text": (c_char_p, (_P, _U32)),
+    "a2a_request_text": (c_char_p, (_P, _U32, _U32)),
+    "a2a_fail": (None, (_P, _U32, _U32, c_char_p)),
+    "a2a_last_peer": (_U32, (_P,)),
+    "a2a_epoch": (_U32, (_P,)),
+    "a2a_peer_epoch": (_U32, (_P, _U32)),
+    "a2a_ok_word": (POINTER(c_uint32), (_P,)),
+    "a2a_dead_peers": (c_int, (_P, POINTER(c_uint8))),
+    "a2a_stats": (None, (_P, POINTER(c_uint64), POINTER(c_uint64))),
+    "a2a_is_symmetric": (c_int, (_P, _P, _N)),
+    "a2a_request": (c_int, (_P, _U64, _U64, c_char_p)),
+    "a2a_refuse": (c_int, (_P, _U32, c_char_p)),
+    "a2a_barrier": (c_int, (_P, _U32)),
+    "a2a_all_gather_small": (c_int, (_P, _U32, _P, _P, _N)),
+    "a2a_all_to_all_even": (c_int, (_P, _U32, _P, _P, _N)),
+    "a2a_all_to_all": (c_int, (_P, _U32, _P, _P, _P, _P)),
+    "a2a_submit": (_P, (_P, _U32, _P, _P, _P, _P)),
+    "a2a_submit_refusal": (_P, (_P, _U32, c_char_p)),
+    "a2a_test": (c_int, (_P,)),
+    "a2a_wait": (c_int, (_P, c_double)),
+    "a2a_ticket_peer": (_U32, (_P,)),
+    "a2a_release": (None, (_P,)),
+    "a2a_moe_create": (_P, (_P, _U32, _U32, _U32, _U32, _U32, _U32, _U32, _U32, POINTER(c_int32), _U64)),
+    "a2a_moe_destroy": (None, (_P,)),
+    "a2a_moe_count": (c_int, (_P, _U32, _P, c_int, _U32, _U64, POINTER(c_int64))),
+    "a2a_moe_abort": (None, (_P,)),
+    "a2a_moe_dispatch": (c_int, (_P, _U32, _P, _P, _P, c_int, _P, _U32, POINTER(MoeRows))),
+    "a2a_moe_combine": (c_int, (_P, _U32, _P, c_int64, _P, _P, _P, _P, _P, _P, _P, _P, _U32)),
+    "a2a_moe_spread": (c_int, (_P, _U32, _P, _U32, _P, c_int64, _P, _P, _P, _P, _P)),
+    "a2a_pool_create": (_P, (_P, _N, _P, _N)),
+    "a2a_pool_child": (_P, (_P, _P, _N)),
+    "a2a_pool_take": (_P, (_P, _N)),
+    "a2a_pool_take_at": (_P, (_P, _N, _N)),
+    "a2a_pool_holds": (c_int, (_P, _N)),
+    "a2a_pool_shrink": (None, (_P, _P, _N)),
+    "a2a_pool_give": (None, (_P, _P)),
+    "a2a_pool_dlpack": (_P, (_P, _P, _N)),
+    "a2a_pool_close": (None, (_P,)),
+    "a2a_copy": (None, (_P, _P, _N, c_int)),
+}
+
+
+def find() -> Path | None:
+    """Where the library lies, or None."""
+    name = Path("_lib") / "liba2a.so"
+    folders = [Path(__file__).parent.parent]
+    folders += [Path(p) / "a2a" for p in (*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")) if p]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+@functools.cache
+def lib() -> ctypes.CDLL:
+    """Load the library.
+
+    Raises:
+        UnsupportedError: not on Linux, no library in this installation, or one of another version.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(f"a2a runs on Linux only; this is {platform.system()}")
+    path = find()
+    if path is None:
+        raise UnsupportedError(
+            "a2a: its compiled library a2a/_lib/liba2a.so is in no folder of sys.path. The sources alone are not enough: "
+            "run `pip install .` (or `pip install -e .`) in the checkout"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnsupportedError(f"a2a: {path} can't be loaded ({error}); build it on this machine: pip install .") from error
+    library.a2a_abi.restype = c_uint32
+    if (found := library.a2a_abi()) != ABI:
+        raise UnsupportedError(f"a2a: {path} has ABI {found}, this package needs {ABI}; reinstall a2a")
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def isa() -> str:
+    """The instruction set that the kernels use here: "plain", "avx2" or "avx512"."""
+    name: bytes = lib().a2a_isa()
+    return name.decode()
+
+
+def pointers(addresses: list[int]) -> ctypes.Array[c_void_p]:
+    """A C array of pointers; 0 is null."""
+    return (c_void_p * len(addresses))(*addresses)
+
+
+def sizes(values: list[int]) -> ctypes.Array[c_uint64]:
+    """A C array of byte counts."""
+    return (c_uint64 * len(values))(*values)
+
+
+__all__ = ["ABI", "MoeRows", "find", "isa", "lib", "pointers", "sizes"]

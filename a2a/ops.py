@@ -1,0 +1,323 @@
+"""The collectives of tensors, with torch.distributed's names, arguments and meaning.
+
+A call that repeats an earlier one (same shapes and dtypes, even, synchronous) takes the fast way: one dictionary look-up and
+one call into C. Everything else is checked here, in this order: what one rank can see by itself raises ValueError or TypeError
+on that rank, whose peers are told with the communicator still in step; what only shows between ranks is found by the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from a2a.algorithms.base import AllToAll, Request
+from a2a.algorithms.c10d import originals
+from a2a.comm import Communicator, _implicit, implicit
+from a2a.kernels import cpu
+from a2a.plan import Plan, choose
+from a2a.work import Work
+
+_T = TypeVar("_T")
+_Tensor = torch.Tensor
+_is_compiling = torch.compiler.is_compiling
+_profiling = torch._C._autograd._profiler_enabled
+_c_contiguous = torch.Tensor.is_contiguous
+
+
+class _Even:
+    """What the fast way needs to know of a call that it has seen before."""
+
+    __slots__ = ("call", "each", "request")
+
+    def __init__(self, call: Callable[..., int], request: int, each: int) -> None:
+        self.call, self.request, self.each = call, request, each
+
+
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send a part of `input` to every rank and fill `output` with the parts that they send here.
+
+    Args:
+        output, input: any dtype (the same), any strides, at least one dimension, on the group's device; torch tensors, NumPy
+            arrays or anything with DLPack. `output` is overwritten. Tensors of `Communicator.empty` are stored to and
+            loaded from directly; others are staged.
+        output_split_sizes, input_split_sizes: rows of dimension 0 from and to each rank; a sequence, NumPy array or
+            tensor; None or empty: even. Zeros are fine, and either may be given without the other.
+        group: a ProcessGroup, a Communicator, or None for the default group.
+        async_op: return at once, before any peer has come.
+    Returns: Work if `async_op`, else None.
+    Raises:
+        ValueError, TypeError: arguments that can't be right; peers in the same call raise MismatchError.
+        MismatchError: ranks disagree on op, dtype, row size or splits.
+        PeerTimeoutError: a peer died, or did not come within the communicator's deadline. Names it.
+    Cost: `a2a plan all_to_all --bytes N` prints it.
+    Like: torch.distributed.all_to_all_single. Differs: every dtype and stride; errors instead of hangs.
+    """
+    if _is_compiling():
+        return _traced("all_to_all_single", output, input, output_split_sizes, input_split_sizes, group, async_op)
+    comm = group if type(group) is Communicator else _comm(group)
+    if output_split_sizes is None and input_split_sizes is None and not async_op and type(input) is type(output) is _Tensor:
+        even = comm.plans.get((input.dtype, input.shape, output.dtype, output.shape))
+        if (
+            even is not None
+            and input.is_contiguous()
+            and output.is_contiguous()
+            and input.is_cpu
+            and output.is_cpu
+            and not _profiling()
+        ):
+            to, of = output.data_ptr(), input.data_ptr()
+            if to >= of + even.each * comm.world_size or of >= to + even.each * comm.world_size:
+                result = even.call(comm.handle, even.request, to, of, even.each)
+                if result:
+                    comm.raise_failure(result, "all_to_all_single")
+                if output.requires_grad:
+                    increment_version(output)
+                return None
+    with _named("all_to_all_single"):
+        return _all_to_all_single(comm, output, input, output_split_sizes, input_split_sizes, async_op)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Any], input_tensor_list: Sequence[Any], group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Send `input_tensor_list[r]` to rank r; `output_tensor_list[r]` becomes what rank r sends here.
+
+    Args:
+        output_tensor_list, input_tensor_list: one tensor a rank, of any shapes and strides, all of one dtype; the piece from
+            rank r has as many bytes here as there. Overwritten and read, respectively.
+        group, async_op: as in `all_to_all_single`.
+    Returns, Raises, Cost: as in `all_to_all_single`.
+    Like: torch.distributed.all_to_all. Differs: sizes may differ on every engine.
+    """
+    if _is_compiling():
+        return _traced("all_to_all", output_tensor_list, input_tensor_list, group, async_op)
+    comm = group if type(group) is Communicator else _comm(group)
+    with _named("all_to_all"):
+        return _all_to_all_list(comm, output_tensor_list, input_tensor_list, async_op)
+
+
+def _comm(group: Any) -> Communicator:
+    known = _implicit.get(id(torch.distributed.group.WORLD if group is None else group))
+    if known is not None and (group is None or known[0]() is group) and not known[1]._closed:
+        return known[1]
+    return implicit(torch.distributed.group.WORLD if group is None else group)
+
+
+def _traced(name: str, *args: Any) -> Any:
+    if any(isinstance(a, Communicator) for a in args):
+        raise TypeError(f"{name}: while compiling, pass a ProcessGroup instead of a Communicator: the graph names groups")
+    return originals[name](*args)
+
+
+def _named(op: str) -> Any:
+    return torch.profiler.record_function(f"a2a::{op}") if _profiling() else contextlib.nullcontext()
+
+
+# ---------------------------------------------------------------- the checked way
+
+
+def _all_to_all_single(comm: Communicator, output: Any, input: Any, output_splits: Any, input_splits: Any, async_op: bool) -> Any:
+    op = "all_to_all_single"
+    comm.check_open(op)
+    plan = _plan(comm)
+    algorithm = _algorithm(plan)
+    try:
+        out, inp = _tensor(output, f"{op}: output"), _tensor(input, f"{op}: input")
+        _check_pair(op, comm, out, inp)
+        for which, tensor in (("output", out), ("input", inp)):
+            if tensor.dim() == 0:
+                raise ValueError(f"{op}: {which} has no dimension 0 to split; use view(1)")
+        out_rows = _splits(op, "output", output_splits, out.shape[0], comm.world_size)
+        in_rows = _splits(op, "input", input_splits, inp.shape[0], comm.world_size)
+        row_shape = _row_shape(op, out, inp)
+    except (ValueError, TypeError) as error:
+        _refuse(comm, algorithm, op, error, async_op)
+        raise
+    row_bytes = row_shape.numel() * inp.element_size()
+    if inp.numel() == 0 and out.numel() == 0:
+        row_bytes = 0  # this rank has nothing to say about rows
+    dtype = str(inp.dtype).removeprefix("torch.")
+    request = _register(comm, algorithm, op, dtype, row_bytes, f"{op}({dtype}, rows of {list(row_shape)})")
+    source, target, finish = _contiguous(out, inp)
+    even = not async_op and len(set(in_rows)) == 1 and len(set(out_rows)) == 1 and source.numel() == target.numel()
+    if even:
+        algorithm.run_even(comm, request, target, source)
+        if output_splits is None and input_splits is None and plan.algorithm.name == "pairwise":
+            if len(comm.plans) > 1024:
+                comm.plans.clear()
+            comm.plans[(inp.dtype, inp.shape, out.dtype, out.shape)] = _Even(
+                cpu.lib().a2a_all_to_all_even, request, source.numel() * source.element_size() // comm.world_size
+            )
+    else:
+        outputs, inputs = list(target.split(out_rows)), list(source.split(in_rows))
+        if async_op:
+            return algorithm.submit(comm, request, outputs, inputs, op, [out], finish)
+        algorithm.run(comm, request, outputs, inputs)
+    finish()
+    return None
+
+
+def _all_to_all_list(comm: Communicator, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool) -> Any:
+    op = "all_to_all"
+    comm.check_open(op)
+    algorithm = _algorithm(_plan(comm))
+    try:
+        outputs = _tensors(op, "output_tensor_list", output_list, comm.world_size)
+        inputs = _tensors(op, "input_tensor_list", input_list, comm.world_size)
+        for rank, (out, inp) in enumerate(zip(outputs, inputs, strict=True)):
+            _check_pair(f"{op}: piece {rank}", comm, out, inp)
+            if inp.dtype != inputs[0].dtype:
+                raise TypeError(f"{op}: input {rank} is {inp.dtype}, input 0 is {inputs[0].dtype}; all must have one dtype")
+        mine = comm.rank
+        if outputs[mine].numel() != inputs[mine].numel():
+            raise ValueError(
+                f"{op}: rank {mine} sends itself {inputs[mine].numel()} elements but expects {outputs[mine].numel()}"
+            )
+    except (ValueError, TypeError) as error:
+        _refuse(comm, algorithm, op, error, async_op)
+        raise
+    dtype = str(inputs[0].dtype).removeprefix("torch.")
+    request = _register(comm, algorithm, op, dtype, 0, f"{op}({dtype})")
+    pairs = [_contiguous(out, inp) for out, inp in zip(outputs, inputs, strict=True)]
+    sources, targets = [p[0] for p in pairs], [p[1] for p in pairs]
+
+    def finish() -> None:
+        for pair in pairs:
+            pair[2]()
+
+    if async_op:
+        return algorithm.submit(comm, request, targets, sources, op, outputs, finish)
+    algorithm.run(comm, request, targets, sources)
+    finish()
+    return None
+
+
+def _plan(comm: Communicator) -> Plan:
+    plan: Plan | None = comm.plans.get("all_to_all")
+    if plan is None:
+        plan = comm.plans["all_to_all"] = choose(Request("all_to_all", torch.uint8), comm)
+    return plan
+
+
+def _algorithm(plan: Plan) -> AllToAll:
+    assert isinstance(plan.algorithm, AllToAll)
+    return plan.algorithm
+
+
+def _register(comm: Communicator, algorithm: AllToAll, op: str, dtype: str, row_bytes: int, text: str) -> int:
+    """The index of a request in the transport's table, which holds the last cpu.TEXTS of them."""
+    requests: dict[Any, int] = comm.plans.setdefault("requests", {})
+    key = (op, dtype, row_bytes)
+    if key not in requests:
+        if len(requests) >= cpu.TEXTS // 2:
+            requests.clear()
+            for known in [k for k, v in comm.plans.items() if isinstance(v, _Even)]:
+                del comm.plans[known]
+        requests[key] = algorithm.register(comm, f"{op}|{dtype}", row_bytes, text)
+    return requests[key]
+
+
+def _refuse(comm: Communicator, algorithm: AllToAll, op: str, error: Exception, async_op: bool) -> None:
+    request = _register(comm, algorithm, op, "?", 0, f"{op} (refused)")
+    algorithm.refuse(comm, request, f"{type(error).__name__}: {error}", async_op)
+
+
+def _tensor(value: Any, what: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
+        return torch.from_numpy(value)
+    if hasattr(value, "__dlpack__"):
+        return torch.from_dlpack(value)
+    raise TypeError(f"{what} must be a torch tensor, a NumPy array or an object with __dlpack__; got {type(value)}")
+
+
+def _tensors(op: str, name: str, values: Any, world_size: int) -> list[torch.Tensor]:
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise TypeError(f"{op}: {name} must be a list of tensors; got {type(values)}")
+    if len(values) != world_size:
+        raise ValueError(f"{op}: {name} has {len(values)} tensors; a group of {world_size} ranks needs {world_size}")
+    return [_tensor(value, f"{op}: {name}[{rank}]") for rank, value in enumerate(values)]
+
+
+def _check_pair(op: str, comm: Communicator, out: torch.Tensor, inp: torch.Tensor) -> None:
+    if out.dtype != inp.dtype:
+        raise TypeError(f"{op}: output tensor must have the same type as input tensor; got {out.dtype} and {inp.dtype}")
+    for which, tensor in (("output", out), ("input", inp)):
+        if tensor.device.type != comm.device_type:
+            raise ValueError(f"{op}: {which} is on {tensor.device}, but this communicator serves {comm.device_type} tensors")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{op}: {which} is {tensor.layout}; only strided (dense) tensors can be exchanged")
+        if tensor.is_quantized:
+            raise TypeError(f"{op}: {which} is quantized; exchange its int_repr()")
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"{op}: output has several elements in one place (expanded, stride 0); pass output.contiguous()")
+
+
+def _splits(op: str, which: str, splits: Any, rows: int, world_size: int) -> list[int]:
+    if splits is None or len(splits) == 0:
+        if rows % world_size:
+            raise ValueError(
+                f"{op}: {which} tensor's dim 0 does not divide equally across group size: {rows} rows, {world_size} ranks; "
+                f"pass {which}_split_sizes"
+            )
+        return [rows // world_size] * world_size
+    sizes = [_index(op, which, n) for n in (splits.tolist() if hasattr(splits, "tolist") else splits)]
+    if len(sizes) != world_size:
+        raise ValueError(
+            f"{op}: number of tensor splits not equal to group size: {which}_split_sizes has {len(sizes)} entries, "
+            f"the group {world_size} ranks"
+        )
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"{op}: {which}_split_sizes has a negative entry: {sizes}")
+    if sum(sizes) != rows:
+        raise ValueError(
+            f"{op}: split sizes doesn't match total dim 0 size: {which}_split_sizes {sizes} add up to {sum(sizes)}, "
+            f"but the {which} tensor has {rows} rows"
+        )
+    return sizes
+
+
+def _index(op: str, which: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{op}: {which}_split_sizes must hold integers; got {value!r} of {type(value)}")
+    return int(value.__index__())
+
+
+def _row_shape(op: str, out: torch.Tensor, inp: torch.Tensor) -> torch.Size:
+    if out.numel() and inp.numel() and out.shape[1:].numel() != inp.shape[1:].numel():
+        raise ValueError(
+            f"{op}: rows differ: output has rows of shape {list(out.shape[1:])}, input of {list(inp.shape[1:])}; "
+            f"split sizes count rows, so both need the same number of elements in a row"
+        )
+    return inp.shape[1:] if inp.numel() else out.shape[1:]
+
+
+def _contiguous(out: torch.Tensor, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    """(what to send, where to receive, what to do afterwards)."""
+    source, target = inp.detach().resolve_conj().resolve_neg().contiguous(), out.detach()
+    if not target.is_contiguous() or target.is_conj() or target.is_neg():
+        target = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    size = target.numel() * target.element_size()
+    if size and source.numel() and -source.numel() * source.element_size() < source.data_ptr() - target.data_ptr() < size:
+        source = source.clone()  # pieces arrive while others are still to be sent
+
+    def finish() -> None:
+        if target.data_ptr() != out.data_ptr():
+            with torch.no_grad():
+                out.copy_(target)
+        elif not out.is_inference():
+            increment_version(out)
+
+    return source, target, finish

@@ -1,0 +1,111 @@
+"""What a transport owes: memory that every rank of one domain can address, and the state of the ranks in it.
+
+It knows nothing of collectives. Algorithms reach its kernels through `handle`, whose meaning `device_type` and `name` fix.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from a2a.topology import Topology
+
+Exchange = Callable[[str, bytes], list[bytes]]
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """Memory of the same size on every rank of the domain.
+
+    Attributes:
+        address: what peers know it by, equal on all ranks.
+        pointer: where it is mapped in this process.
+        num_bytes: its size on each rank.
+    """
+
+    address: int
+    pointer: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a transport needs to come up: who is there, how to reach them before memory is shared, and how long to wait."""
+
+    exchange: Exchange
+    rank: int
+    topology: Topology
+    timeout_s: float
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+
+class Transport(ABC):
+    """Base class of the transports. Made collectively by all ranks of a domain, closed by each on its own."""
+
+    name: ClassVar[str] = ""
+    device_type: ClassVar[str] = ""
+
+    rank: int
+    world_size: int
+    handle: int
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, topology: Topology, device_type: str) -> str | None:
+        """Why this transport can't serve `topology` on this machine, or None. Asks the machine; takes nothing."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, wiring: Wiring) -> Transport:
+        """Bring it up. Collective.
+
+        Raises:
+            PeerTimeoutError: a rank did not come within the limit; names it.
+            UnsupportedError: the machine refused (memory, permissions); says which call and what to do.
+        """
+
+    @abstractmethod
+    def alloc(self, num_bytes: int, what: str) -> SymmetricBuffer:
+        """Allocate symmetric memory. Collective: ranks that disagree on `what` or `num_bytes` raise MismatchError."""
+
+    @abstractmethod
+    def tensor(self, buffer: SymmetricBuffer) -> torch.Tensor:
+        """This rank's part as a flat uint8 tensor. The memory stays until the tensor is gone, whatever is closed before."""
+
+    @abstractmethod
+    def release(self, buffer: SymmetricBuffer) -> None:
+        """Give back a buffer that `tensor` was not called on. It is used again once every rank has given it back."""
+
+    @abstractmethod
+    def is_symmetric(self, pointer: int, num_bytes: int) -> bool:
+        """Whether this rank's memory there can be reached by its peers."""
+
+    @abstractmethod
+    def raise_failure(self, result: int, op: str) -> None:
+        """Raise the error behind a kernel's result."""
+
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether the first failure has happened, on whichever rank."""
+
+    @abstractmethod
+    def ok_word(self) -> torch.Tensor:
+        """A 0-dimensional int32 tensor on the device, 1 until the first failure, then 0."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, object]:
+        """Counters since the start: waits per peer, bytes per way."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Idempotent, local; peers that still wait for this rank are told."""
+
+

@@ -1,0 +1,135 @@
+"""The handle of an asynchronous collective: `wait`, `is_completed`, `get_future`, as torch.distributed's Work."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from a2a.errors import PeerTimeoutError
+from a2a.kernels import cpu
+
+if TYPE_CHECKING:
+    from a2a.comm import Communicator
+
+_SLICE_S = 0.05  # how long a wait stays in C before Python may run signal handlers
+
+
+class Work:
+    """An operation that is on its way. It keeps its tensors alive until it is done, also if you drop it.
+
+    Like: torch.distributed.Work. Differs: the deadline is the communicator's, and errors are a2a's own.
+    """
+
+    def __init__(self, comm: Communicator, ticket: int, op: str, outputs: list[torch.Tensor], keep: object,
+                 finish: Callable[[], None] | None) -> None:  # fmt: skip
+        self._comm, self._op, self._outputs, self._keep, self._finish = comm, op, outputs, keep, finish
+        self._ticket: int | None = ticket
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not. Never blocks."""
+        return self._settle(0.0)
+
+    def is_success(self) -> bool:
+        """Whether it is done and went well."""
+        return self._settle(0.0) and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with, or None."""
+        return self._error
+
+    def wait(self, timeout: datetime.timedelta | float | None = None) -> bool:
+        """Block until the outputs are there.
+
+        Args:
+            timeout: seconds or a timedelta; the communicator's own deadline applies in any case.
+        Returns: True.
+        Raises:
+            PeerTimeoutError: `timeout` is over (the operation goes on), or a peer did not come.
+            MismatchError: another rank asked for something else.
+        """
+        limit = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        start = time.monotonic()
+        while not self._settle(_SLICE_S):
+            if limit and time.monotonic() - start > limit:
+                raise PeerTimeoutError(
+                    f"{self._op}: not done after the {limit:g} s that wait() was given; it goes on", rank=self._comm.rank,
+                    op=self._op,
+                )  # fmt: skip
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs, once done."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the outputs; its callbacks run on a thread of the communicator."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._comm.complete_in_background(self)
+        return self._future
+
+    # ---- for the communicator
+
+    def _settle(self, seconds: float) -> bool:
+        """Take over the result if it is there within `seconds`."""
+        if not self._lock.acquire(blocking=seconds > 0):
+            return False  # another thread is at it
+        try:
+            if self._ticket is None:
+                return True
+            library = cpu.lib()
+            result = library.a2a_wait(self._ticket, seconds) if seconds else library.a2a_test(self._ticket)
+            if result == cpu.PENDING:
+                return False
+            peer = library.a2a_ticket_peer(self._ticket)
+            library.a2a_release(self._ticket)
+            self._ticket = None
+            try:
+                if result:
+                    self._comm.raise_failure(result, self._op, peer)
+                elif self._finish is not None:
+                    self._finish()
+            except Exception as error:
+                self._error = error
+            self._keep = self._finish = None
+        finally:
+            self._lock.release()
+        self._comm.forget(self)
+        return True
+
+    def _resolve_future(self) -> None:
+        future = self._future
+        assert future is not None
+        with contextlib.suppress(RuntimeError):  # somebody else set it
+            if self._error is not None:
+                future.set_exception(self._error)  # type: ignore[no-untyped-call]
+            else:
+                future.set_result(self._outputs)
+
+
+class DoneWork(Work):
+    """Work that was done before it was asked for, or that failed so."""
+
+    def __init__(self, outputs: list[torch.Tensor], error: BaseException | None = None) -> None:
+        self._outputs, self._error, self._future = outputs, error, None
+
+    def _settle(self, seconds: float) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Any]]:
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._resolve_future()
+        return self._future

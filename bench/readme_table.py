@@ -1,0 +1,170 @@
+"""Write the measured tables of README.md from bench/results/*.jsonl, between two marks.
+
+    python bench/readme_table.py            rewrites what stands between <!-- bench-table:begin --> and its end
+    python bench/readme_table.py --check    changes nothing; exit code 1 if README.md does not show what the results say
+    python bench/readme_table.py --print    to stdout
+
+A cell that was not run is "-". Numbers are p50 of the slowest rank; baselines alternated with a2a in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from a2a.cli.show import ratio_text, size_text
+from a2a.measure import Line
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- bench-table:begin -->", "<!-- bench-table:end -->"
+WAYS = (
+    ("`a2a.all_to_all_single`, symmetric tensors", {"memory": "symmetric", "through": "a2a"}),
+    ("`a2a.all_to_all_single`, ordinary tensors", {"memory": "ordinary", "through": "a2a"}),
+    ('`dist.all_to_all_single` on backend `"a2a"`', {"memory": "ordinary", "through": "dist"}),
+)
+
+
+def read(folder: Path) -> list[Line]:
+    """All lines of a folder of results."""
+    return [
+        Line.from_json(text)
+        for path in sorted(folder.glob("*.jsonl"))
+        for text in path.read_text().splitlines()
+        if text.strip()
+    ]
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """The tables, and where their numbers come from."""
+    if not lines:
+        return "No results yet: `python bench/run_cpu.py`."
+    parts = [exchanges(lines, ranks) for ranks in sorted({line.ranks for line in lines if line.op == "all_to_all"})]
+    parts += [moe(lines, ranks) for ranks in sorted({line.ranks for line in lines if line.op == "moe"})]
+    return "\n\n".join([*filter(None, parts), sources(lines)])
+
+
+def exchanges(lines: Sequence[Line], ranks: int) -> str:
+    """all_to_all in float32: a2a's time and how many times faster than each baseline, by size."""
+    of_op = [line for line in lines if line.op == "all_to_all" and line.ranks == ranks and line.dtype == "float32"]
+    sizes = sorted({line.bytes for line in of_op})
+    if not sizes:
+        return ""
+    table = [[f"all-to-all, {ranks} ranks, float32", *map(size_text, sizes)]]
+    for name, case in WAYS:
+        of_way = [line for line in of_op if all(line.case.get(key) == value for key, value in case.items())]
+        mine = {line.bytes: line for line in of_way if line.impl == "a2a"}
+        if not mine:
+            continue
+        table.append([f"{name}, us", *_cells(sizes, mine, _p50)])
+        for baseline in ("gloo", "mpi"):
+            if any(baseline in line.ratio for line in mine.values()):
+                cells = _cells(sizes, mine, lambda line, name=baseline: ratio_text(line.ratio.get(name)))
+                table.append([f"... times faster than {'MPI' if baseline == 'mpi' else baseline}", *cells])
+    first = next(case for name, case in WAYS if any(line.case.get("memory") == case["memory"] for line in of_op))
+    for impl, name in (("gloo", "gloo, us"), ("mpi", "MPI (mpi4py), us"), ("memcpy", "memcpy of as many bytes, us")):
+        of_impl = {
+            line.bytes: line for line in of_op if line.impl == impl and line.case.get("memory") == first["memory"]
+        }
+        if of_impl:
+            table.append([name, *_cells(sizes, of_impl, _p50)])
+    return _table(table)
+
+
+def moe(lines: Sequence[Line], ranks: int) -> str:
+    """The MoE layer without skew: phases, baselines and ratios, by dtype."""
+    of_op = [line for line in lines if line.op == "moe" and line.ranks == ranks and not line.case["skew"]]
+    if not of_op:
+        return ""
+    case, dtypes = of_op[0].case, list(dict.fromkeys(line.dtype for line in of_op))
+    head = (
+        f"MoE layer, {ranks} ranks, {case['tokens']} tokens each, hidden {case['hidden']}, {case['experts']} experts, "
+    )
+    table = [
+        [
+            f"{head}top-{case['top_k']}",
+            *(f"{dtype} {what}" for dtype in dtypes for what in ("ms", "than gloo", "copies")),
+        ]
+    ]
+    for part in dict.fromkeys(line.case["part"] for line in of_op):
+        row = [part.replace("_", " ")]
+        for dtype in dtypes:
+            mine = next(
+                line for line in of_op if line.impl == "a2a" and line.dtype == dtype and line.case["part"] == part
+            )
+            copies = mine.ratio.get("copies")
+            row += [
+                "-" if mine.p50_us is None else f"{mine.p50_us / 1e3:.3g}",
+                ratio_text(mine.ratio.get("gloo")),
+                "-" if copies is None else f"{1 / copies:.2f}x",
+            ]
+        table.append(row)
+    return _table(table) + (
+        '\n\n"than gloo": times faster than the same layer written with sort, counts and gloo\'s `all_to_all_single`. '
+        '"copies": how many times as long as plain copies of the same rows take.'
+    )
+
+
+def sources(lines: Sequence[Line]) -> str:
+    """Machine, versions, commit and commands."""
+
+    def each(get: Callable[[Line], object]) -> str:
+        return ", ".join(dict.fromkeys(str(get(line)) for line in lines))
+
+    commits = each(lambda line: f"{line.env['commit']}{' (changed since)' if line.env['dirty'] else ''}")
+    machine = f"{each(lambda line: line.env['cpu'])}; torch {each(lambda line: line.env['torch'])}"
+    return (
+        f"p50 of alternating runs, slowest rank; {machine}; "
+        f"commit {commits}. Made by `python bench/run_cpu.py`; see [bench/README.md](bench/README.md)."
+    )
+
+
+def _cells(sizes: Sequence[int], by_size: dict[int, Line], text: Callable[[Line], str]) -> list[str]:
+    return [text(by_size[size]) if size in by_size else "-" for size in sizes]
+
+
+def _p50(line: Line) -> str:
+    return "-" if line.p50_us is None else f"{line.p50_us:.3g}" if line.p50_us < 1000 else f"{line.p50_us:,.0f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in body])
+
+
+def replaced(text: str, table: str) -> str:
+    """`text` with what stands between the marks replaced.
+
+    Raises:
+        ValueError: the marks are not there, once each and in order.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"README.md needs one {BEGIN} and, after it, one {END}")
+    return f"{text.partition(BEGIN)[0]}{BEGIN}\n{table}\n{END}{text.partition(END)[2]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--print", action="store_true", dest="to_stdout")
+    arguments = parser.parse_args()
+    table = markdown(read(arguments.results))
+    if arguments.to_stdout:
+        print(table)
+        return 0
+    text = arguments.readme.read_text()
+    new = replaced(text, table)
+    if arguments.check:
+        if new != text:
+            print("README.md does not show what bench/results says: run python bench/readme_table.py", file=sys.stderr)
+        return int(new != text)
+    arguments.readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

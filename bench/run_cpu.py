@@ -1,0 +1,144 @@
+"""Produce every number that README.md and bench/README.md show for CPU ranks: bench/results/cpu.jsonl.
+
+    python bench/run_cpu.py [--out bench/results/cpu.jsonl] [--only TEXT] [--short]
+
+Runs `a2a bench` with each line of COMMANDS, one after the other, on a machine that should do nothing else, and puts the JSON
+lines into one file. Then it holds the ratios against FLOORS, what a2a promises on two cores. The exit code is 1 if a result
+was wrong, and 2 if a floor was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from a2a.measure import Line
+
+SIZES = "4K,64K,1M,16M,64M"
+MOE = "--tokens 1024 --hidden 1024 --experts 32 --top-k 4 --dtype bf16,fp32"
+COMMANDS = (
+    f"all_to_all --ranks 2 --bytes {SIZES} --against gloo,mpi --memory symmetric",
+    f"all_to_all --ranks 2 --bytes {SIZES} --against gloo,mpi --memory ordinary",
+    f"all_to_all --ranks 2 --bytes {SIZES} --against gloo,mpi --through dist",
+    f"all_to_allv --ranks 2 --bytes {SIZES} --against gloo,mpi --memory symmetric",
+    f"all_to_all --ranks 4 --bytes {SIZES} --against gloo,mpi --memory symmetric",
+    f"all_to_all --ranks 4 --bytes {SIZES} --against gloo,mpi --memory ordinary",
+    f"all_to_all --ranks 4 --bytes {SIZES} --against gloo,mpi --through dist",
+    f"all_to_allv --ranks 4 --bytes {SIZES} --against gloo,mpi --memory symmetric",
+    f"all_to_allv --ranks 4 --bytes {SIZES} --against gloo,mpi --memory ordinary",
+    f"moe --ranks 2 {MOE}",
+    f"moe --ranks 4 {MOE}",
+    f"moe --ranks 4 {MOE} --skew 1",
+)
+SHORT = ("--bytes", "4K", "--tokens", "32", "--hidden", "32", "--experts", "8", "--repeat", "3")
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The times that a2a must at least be as fast as a baseline, for a column of cases."""
+
+    op: str
+    ranks: int
+    case: tuple[tuple[str, object], ...]
+    baseline: str
+    by_bytes: tuple[tuple[int, float], ...]  # 0: any size
+
+    def missed(self, line: Line) -> str | None:
+        """What `line` misses, or None where it doesn't, or isn't of this kind."""
+        if (
+            line.impl != "a2a"
+            or line.op != self.op
+            or line.ranks != self.ranks
+            or line.ratio.get(self.baseline) is None
+        ):
+            return None
+        if any(line.case.get(key) != value for key, value in self.case):
+            return None
+        floor = dict(self.by_bytes).get(line.bytes, dict(self.by_bytes).get(0))
+        if floor is None or line.ratio[self.baseline] >= floor:
+            return None
+        return (
+            f"{line.op} of {line.bytes} bytes, {line.dtype}, {line.ranks} ranks, {dict(self.case)}: "
+            f"{line.ratio[self.baseline]:.3g} times {self.baseline}, expected {floor:g}"
+        )
+
+
+def _row(values: str) -> tuple[tuple[int, float], ...]:
+    sizes = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+    return tuple(zip(sizes, map(float, values.split()), strict=True))
+
+
+_SYMMETRIC = (("memory", "symmetric"), ("through", "a2a"))
+_ORDINARY = (("memory", "ordinary"), ("through", "a2a"))
+_DIST = (("through", "dist"),)
+_MOE_TOTAL = (("part", "total"), ("skew", 0.0), ("tokens", 1024), ("hidden", 1024))
+FLOORS = (
+    Floor("all_to_all", 2, _SYMMETRIC, "gloo", _row("40 45 14 5 4.5")),
+    Floor("all_to_all", 2, _SYMMETRIC, "mpi", _row("0.7 1.8 2 1.8 1.7")),
+    Floor("all_to_all", 2, _ORDINARY, "gloo", _row("30 28 8 3.5 3.5")),
+    Floor("all_to_all", 2, _ORDINARY, "mpi", _row("0.6 1.3 1.3 1.2 1.4")),
+    Floor("all_to_all", 2, _DIST, "gloo", _row("10 10 6 3.5 3.5")),
+    Floor("all_to_allv", 2, (), "gloo", ((0, 1.0),)),
+    Floor("all_to_all", 4, (), "gloo", ((0, 1.0),)),
+    Floor("all_to_allv", 4, (), "gloo", ((0, 1.0),)),
+    Floor("moe", 4, _MOE_TOTAL, "gloo", ((0, 3.0),)),
+    Floor("moe", 4, _MOE_TOTAL, "copies", ((0, 0.5),)),
+    Floor("moe", 4, (("part", "total"),), "gloo", ((0, 1.0),)),
+)
+
+
+def measure(commands: Sequence[str], extra: Sequence[str]) -> Iterator[tuple[str, int, list[Line]]]:
+    """Run the commands; yields each with its exit code and lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines.jsonl"
+        for command in commands:
+            path.unlink(missing_ok=True)
+            words = [sys.executable, "-m", "a2a", "bench", *command.split(), *extra, "--json", str(path)]
+            code = subprocess.run(words, check=False).returncode
+            lines = [Line.from_json(text) for text in path.read_text().splitlines()] if path.exists() else []
+            told = " ".join(["a2a bench", command, *extra])  # without the temporary file
+            yield told, code, [Line(**{**vars(line), "env": {**line.env, "command": told}}) for line in lines]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.jsonl")
+    parser.add_argument(
+        "--only", default="", help="only commands that contain this text; the file gets only their lines"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="tiny sizes, to see that everything runs; floors mean nothing"
+    )
+    arguments = parser.parse_args()
+    commands = [command for command in COMMANDS if arguments.only in command]
+    failed = wrong = 0
+    lines: list[Line] = []
+    for command, code, new in measure(commands, SHORT if arguments.short else ()):
+        if code:
+            print(f"exit code {code}: {command}", file=sys.stderr)
+        failed += code != 0
+        wrong += sum(line.wrong for line in new)
+        lines += new
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(
+            "".join(line.to_json() + "\n" for line in lines)
+        )  # after each: hours may be lost otherwise
+    print(f"{len(lines)} lines in {arguments.out}; {wrong} wrong elements; {failed} of {len(commands)} commands failed")
+    if failed or wrong:
+        return 1
+    if arguments.short:
+        return 0
+    missed = [text for line in lines for floor in FLOORS if (text := floor.missed(line))]
+    for text in missed:
+        print(f"missed: {text}")
+    print("Every floor is met." if not missed else f"{len(missed)} floors are missed.")
+    return 2 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

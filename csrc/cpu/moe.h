@@ -1,0 +1,117 @@
+// What the MoE kernels share: who owns which expert, where each row goes, and the rows of each token.
+#pragma once
+#include "a2a.h"
+#include "queue.h"
+#include "signal.h"
+#include "simd.h"
+
+struct a2a_moe {
+  a2a::Context* c;
+  std::uint32_t experts, top_k, hidden, max_tokens, dtype, alignment, wire, wire_combine;
+  std::uint64_t counts_address;  // symmetric: two parities of uint32 [experts + world], see Counts
+  std::int32_t *owner, *local;   // [experts]: the rank that holds it; its index there
+  std::int32_t *of_rank, *first; // experts by (rank, id); first[r] .. first[r + 1]
+  std::uint32_t my_experts;
+  // Between count and dispatch, and during a dispatch:
+  std::int64_t* next;            // [my_experts * world] the next row of (expert, source)
+  std::int64_t* remote;          // [experts] the next row of mine at that expert's owner
+  std::uint64_t *tokens, *direct;// [world]
+  std::int64_t rows_padded, rows_true;
+  std::int64_t distinct;         // tokens received, each counted once
+  std::uint32_t text;
+  // Growable scratch
+  void* buffer[8];
+  std::size_t buffer_bytes[8];
+
+  std::size_t element() const { return a2a::dtype_bytes(dtype); }
+  std::size_t row_bytes() const { return hidden * element(); }
+  std::size_t counts_bytes() const { return (experts + c->world) * sizeof(std::uint32_t); }
+  std::uint32_t* counts(std::uint32_t rank) {
+    const std::uint64_t parity = a2a::mutant(a2a::kOneParity) ? 0 : (c->epoch & 1);
+    return reinterpret_cast<std::uint32_t*>(c->at(rank, counts_address + parity * a2a::align_up(counts_bytes(), a2a::kLine)));
+  }
+  template <class T>
+  T* scratch(int which, std::size_t count) {
+    const std::size_t bytes = count * sizeof(T) + 64;
+    if (buffer_bytes[which] < bytes) {
+      std::free(buffer[which]);
+      buffer_bytes[which] = bytes + bytes / 4;
+      buffer[which] = std::malloc(buffer_bytes[which]);
+    }
+    return static_cast<T*>(buffer[which]);
+  }
+  std::int64_t pad(std::int64_t rows) const { return (rows + alignment - 1) / alignment * alignment; }
+};
+
+namespace a2a {
+
+// The rows that each source's tokens have on this rank, in row order (which is expert order): rows[start[i] .. start[i + 1])
+// with i = first_token[source] + token.
+struct TokenRows {
+  std::int64_t* first_token;  // [world + 1]
+  std::int32_t* start;
+  std::int32_t* rows;
+};
+
+// kOk, or kInvalid with the row that points nowhere in *bad.
+int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, const std::int32_t* row_token, TokenRows* out,
+               std::int64_t* bad);
+
+// Post {request, number of tokens, direct base} to every peer and wait for theirs. The lock is held.
+int exchange_tokens(a2a_moe& m, std::uint32_t request, std::uint32_t tokens, std::uint64_t direct_base);
+
+// One token row, or a tile of it, as it lies in a publication: elements, or e4m3 bytes followed by their scales.
+struct WireRow {
+  std::size_t stride;   // bytes from one token's to the next
+  Cut cut;
+  std::size_t ids_at, weights_at, rows_at;
+  WireRow(const a2a_moe& m, bool with_ids);
+  std::uint32_t columns(const a2a_moe& m, std::uint32_t tile) const {
+    const std::uint32_t at = tile * cut.tile_columns;
+    return m.hidden - at < cut.tile_columns ? m.hidden - at : cut.tile_columns;
+  }
+};
+
+inline void copy_row(std::uint8_t* out, const std::uint8_t* in, std::size_t bytes, bool stream) {
+  if (stream)
+    simd().copy_row_stream(out, in, bytes);
+  else
+    __builtin_memcpy(out, in, bytes);
+}
+
+// The publication ring of one rank, read by all: what both halves of an exchange do with it.
+class Publication {
+ public:
+  Publication(Context& c, std::uint8_t* state) : c_(c), taken_(reinterpret_cast<std::uint32_t*>(state)) {
+    for (std::uint32_t p = 0; p < c.world; p++) taken_[p] = c.word(Geometry::kTaken, p, c.rank).load(std::memory_order_relaxed);
+    mine_ = c.published(c.rank).load(std::memory_order_relaxed);
+  }
+  bool has_space() const {
+    if (mutant(kIgnoreReaders)) return true;
+    for (std::uint32_t p = 0; p < c_.world; p++)
+      if (p != c_.rank && reached(mine_, c_.word(Geometry::kTaken, c_.rank, p).load(std::memory_order_acquire) + c_.geo.publish_slots))
+        return false;
+    return true;
+  }
+  std::uint8_t* slot() { return c_.publication(c_.rank, mine_); }
+  void publish() {
+    c_.published(c_.rank).store(++mine_, mutant(kRelaxedSignal) ? std::memory_order_relaxed : std::memory_order_seq_cst);
+    for (std::uint32_t i = 1; i < c_.world; i++) {
+      const std::uint32_t p = (c_.rank + i) % c_.world;
+      if (c_.bell(p).sleeping.load(std::memory_order_seq_cst)) wake(c_.bell(p));
+    }
+  }
+  // The next unit of `source`, or null if it is not there yet.
+  const std::uint8_t* next(std::uint32_t source) {
+    if (reached(taken_[source], c_.published(source).load(std::memory_order_acquire))) return nullptr;
+    return c_.publication(source, taken_[source]);
+  }
+  void take(std::uint32_t source) { signal(c_, source, c_.word(Geometry::kTaken, source, c_.rank), ++taken_[source]); }
+
+ private:
+  Context& c_;
+  std::uint32_t* taken_;
+  std::uint32_t mine_;
+};
+
+}  // namespace a2a

@@ -1,0 +1,22 @@
+// The progress thread of a context: asynchronous calls, first in first out.
+#pragma once
+#include "signal.h"
+
+namespace a2a {
+
+Queue* queue_create();
+void queue_stop(Context& c);                // finishes or fails what is queued, joins the thread
+void queue_free(Queue* q, bool owner);      // owner: false in a forked child, whose thread is not there
+
+// What one peer exchanges with this rank in an all-to-all.
+struct Pair {
+  const std::uint8_t* in;
+  std::uint8_t* out;
+  std::uint64_t send_bytes, recv_bytes;
+};
+
+// all_to_all_pairwise.cpp. The caller holds the lock.
+int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, bool inline_call);
+int refuse(Context& c, const Request& request, const char* why);
+
+}  // namespace a2a

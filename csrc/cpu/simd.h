@@ -1,0 +1,48 @@
+// The inner loops that want wide registers. simd.cpp is compiled once per instruction set and chosen at run time.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace a2a {
+
+enum Dtype : std::uint32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum Wire : std::uint32_t { kNoWire = 0, kFp8 = 1, kMxfp8 = 2 };
+constexpr std::size_t dtype_bytes(std::uint32_t d) { return d == kFloat32 ? 4 : 2; }
+constexpr std::size_t wire_block(std::uint32_t w) { return w == kFp8 ? 128 : 32; }
+constexpr std::size_t scale_bytes(std::uint32_t w) { return w == kFp8 ? 4 : 1; }
+
+struct Simd {
+  const char* name;
+  // Copy past the cache: for buffers larger than what the reader's cache holds.
+  void (*copy_stream)(std::uint8_t* out, const std::uint8_t* in, std::size_t bytes);
+  // The same for one row, without the fence at the end: fence() before the signal.
+  void (*copy_row_stream)(std::uint8_t* out, const std::uint8_t* in, std::size_t bytes);
+  void (*fence)();
+  // out = round(w[0] * in[0] + w[1] * in[1] + ...): float32, each product rounded, then added, from the first term.
+  // weights null: plain sum. in and out are of the given dtypes.
+  void (*weighted_sum)(std::uint32_t in_dtype, std::uint32_t out_dtype, void* out, const void* const* in, const float* weights,
+                       std::size_t n, std::size_t columns);
+  // out = round(w * g); lanes[c % 256] += rows[c] * g[c] in order, starting from the first product when `first`.
+  void (*scale_dot)(std::uint32_t dtype, void* out, const void* g, const void* rows, float w, float* lanes, bool first,
+                    std::size_t columns);
+  void (*quantize)(std::uint32_t dtype, std::uint32_t wire, std::uint8_t* q, std::uint8_t* scales, const void* x,
+                   std::size_t columns);
+  void (*dequantize)(std::uint32_t dtype, std::uint32_t wire, void* x, const std::uint8_t* q, const std::uint8_t* scales,
+                     std::size_t columns);
+};
+
+const Simd& simd();
+extern const Simd kSimdPlain;
+#if defined(__x86_64__)
+extern const Simd kSimdAvx2;
+extern const Simd kSimdAvx512;
+#endif
+
+// Halve 256 lanes into one: lane[c] += lane[c + 128], then 64, 32, ... 1.
+inline float fold_lanes(float* lanes) {
+  for (std::size_t half = 128; half; half /= 2)
+    for (std::size_t c = 0; c < half; c++) lanes[c] += lanes[c + half];
+  return lanes[0];
+}
+
+}  // namespace a2a

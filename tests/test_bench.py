@@ -1,0 +1,334 @@
+"""The measuring machinery, what is measured with it, and the long runs in their short form."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from a2a.cli.exchanges import Exchange, memcpy_contender
+from a2a.cli.moe_contenders import MoeCase, Outcome, copies_contender, factor, wrong
+from a2a.measure import Cell, Contender, Control, Line, Timing, alternate, percentile
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {
+    "commit": "abc",
+    "dirty": False,
+    "torch": "2",
+    "cuda": None,
+    "nccl": None,
+    "gpu": None,
+    "cpu": "cpu",
+    "topology": "t",
+    "command": "c",
+}
+
+
+def script(name: str) -> ModuleType:
+    """A module of bench/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*words: str, timeout: float = 80) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+# ------------------------------------------------------------------------------------------------------------ measure
+
+
+@pytest.mark.parametrize(
+    ("samples", "percent", "expected"),
+    [([3.0], 50, 3.0), ([4.0, 1.0], 50, 2.5), ([3.0, 1.0, 2.0], 50, 2.0), (range(1, 101), 99, 99.0), ([5.0, 7.0], 99, 7.0)],
+)
+def test_percentiles_are_nearest_ranks_and_the_median_the_middle(samples: Any, percent: float, expected: float) -> None:
+    assert percentile([float(sample) for sample in samples], percent) == expected
+
+
+def test_the_percentile_of_nothing_is_no_number() -> None:
+    assert math.isnan(percentile([], 50))
+
+
+def test_contenders_alternate_and_take_turns_at_going_first() -> None:
+    calls: list[str] = []
+    contenders = [Contender(name, lambda name=name: calls.append(name), lambda: 0) for name in "ab"]
+    alternate(contenders, Control(), repeat=4)
+    order = [name for index, name in enumerate(calls) if index == 0 or calls[index - 1] != name]
+    # a warms up, then b; four rounds, each begun by another one than the round before
+    assert order == ["a", "b", "a", "b", "a", "b", "a"]
+
+
+def test_wrong_elements_before_and_after_the_timing_are_counted() -> None:
+    found = iter([2, 5])
+    timings = alternate([Contender("a", lambda: None, lambda: next(found))], Control(), repeat=1)
+    assert timings["a"]["total"].wrong == 7
+
+
+def test_a_baseline_that_refuses_is_left_out_with_its_reason() -> None:
+    def refuse() -> int:
+        raise RuntimeError("no int16 here")
+
+    contenders = [Contender("a", lambda: None, lambda: 0), Contender("b", lambda: None, refuse, optional=True)]
+    timings = alternate(contenders, Control(), repeat=3)
+    assert timings["b"]["total"] == Timing(why="RuntimeError: no int16 here")
+    assert len(timings["a"]["total"].samples_us) == 3
+
+
+def test_what_the_candidate_raises_is_not_swallowed() -> None:
+    def refuse() -> int:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        alternate([Contender("a2a", lambda: None, refuse)], Control(), repeat=1)
+
+
+def test_parts_are_timed_separately_and_in_total() -> None:
+    contender = Contender("a", lambda: (2_000_000, 5_000_000), lambda: 0, parts=("first", "second"))
+    timings = alternate([contender], Control(), repeat=2)["a"]
+    assert timings["first"].samples_us == (2000.0, 2000.0)
+    assert timings["second"].samples_us == (5000.0, 5000.0)
+    assert 0 < timings["total"].p50_us < 2000  # the whole call by the clock, not the sum of what it claims
+
+
+def test_short_calls_are_timed_in_rows() -> None:
+    timing = alternate([Contender("a", lambda: None, lambda: 0)], Control(), repeat=1)["a"]["total"]
+    assert timing.calls > 10
+
+
+def test_a_sample_is_the_slowest_ranks_time() -> None:
+    class Doubled(Control):
+        """As if another rank had taken twice as long for everything."""
+
+        def maximum(self, values: Any) -> list[float]:
+            return [2 * value for value in values]
+
+    contender = Contender("a", lambda: (1_000_000,), lambda: 0, parts=("only",))
+    assert alternate([contender], Doubled(), repeat=1)["a"]["only"].samples_us == (2000.0,)
+
+
+# --------------------------------------------------------------------------------------------------------- JSON lines
+
+
+def line(impl: str = "a2a", **changes: Any) -> Line:
+    cell = Cell("all_to_all", 1 << 20, "float32", 2, {"memory": "symmetric", "through": "a2a"}, ENV)
+    baselines = {"gloo": Timing((400.0,)), "mpi": Timing(why="none")} if impl == "a2a" else None
+    return dataclasses.replace(cell.line(impl, Timing((100.0, 50.0, 200.0), calls=3), baselines=baselines), **changes)
+
+
+def test_a_line_has_the_documented_fields_in_order() -> None:
+    fields = "op impl algorithm bytes dtype ranks p50_us p99_us min_us algbw_GBps busbw_GBps sms wrong n ratio case env"
+    assert list(json.loads(line().to_json())) == fields.split()
+
+
+def test_bandwidth_counts_as_nccl_tests_does() -> None:
+    assert line().p50_us == 100.0
+    assert line().p99_us == 200.0
+    assert line().min_us == 50.0
+    assert line().algbw_GBps == pytest.approx((1 << 20) / 100e-6 / 1e9, rel=1e-4)
+    assert line().busbw_GBps == pytest.approx(line().algbw_GBps / 2, rel=1e-4)  # (ranks - 1) / ranks
+
+
+def test_the_ratio_is_the_baselines_time_by_ours_and_only_on_our_line() -> None:
+    assert line().ratio == {"gloo": 4.0}
+    assert line("gloo").ratio == {}
+
+
+def test_a_line_survives_json() -> None:
+    assert Line.from_json(line().to_json()) == line()
+
+
+# ------------------------------------------------------------------------------------------------- what is exchanged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("op", ["all_to_all", "all_to_allv"])
+def test_an_exchange_knows_right_from_wrong(op: str, dtype: torch.dtype) -> None:
+    exchanges = [Exchange.of_bytes(op, 600, dtype, rank, 3) for rank in range(3)]
+    sent = []
+    for exchange in exchanges:
+        assert exchange.num_bytes <= 600
+        source = torch.empty(sum(exchange.sends), dtype=dtype)
+        exchange.fill(source)
+        sent.append(source.split(exchange.sends))
+    received = torch.cat([pieces[1].view(torch.uint8) for pieces in sent]).view(dtype)
+    assert exchanges[1].wrong(received) == 0
+    flipped = received.clone()
+    flipped.view(torch.uint8)[7] ^= 1
+    assert exchanges[1].wrong(flipped) == 1
+    assert exchanges[1].wrong(torch.cat([pieces[0].view(torch.uint8) for pieces in sent]).view(dtype)[: len(received)]) if (
+        op == "all_to_all"
+    ) else True
+
+
+def test_uneven_exchanges_are_uneven_and_send_every_byte() -> None:
+    exchange = Exchange.of_bytes("all_to_allv", 4096, torch.float32, 0, 4)
+    assert [sum(row) for row in exchange.counts] == [1024] * 4
+    assert len(set(exchange.sends)) > 1
+
+
+def test_a_buffer_too_small_for_its_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="fewer than one for each of 4 ranks"):
+        Exchange.of_bytes("all_to_all", 8, torch.float32, 0, 4)
+
+
+def test_memcpy_moves_what_it_should() -> None:
+    exchange = Exchange.of_bytes("all_to_all", 4096, torch.float32, 0, 2)
+    assert memcpy_contender(exchange).check() == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- MoE layer
+
+CASE = MoeCase(tokens=7, hidden=8, experts=5, top_k=2, dtype=torch.float32, ranks=2, skew=0.5)
+
+
+def right_round(rank: int) -> Any:
+    """A round that computes what the layer means, without any exchange."""
+
+    def one_round(experts: Any) -> Outcome:
+        rows, _ = CASE.expected_rows(rank)
+        experts(rows)
+        x, ids, weights, grad = CASE.inputs(rank)
+        by_expert = weights * factor(ids)
+        total = by_expert.sum(1, keepdim=True)
+        dots = (x * grad).sum(1, keepdim=True) * factor(ids)
+        return Outcome(rows, total * x, total * grad, dots, (0, 0, 0, 0))
+
+    return one_round
+
+
+def test_expected_rows_are_expert_major() -> None:
+    for rank in range(2):
+        first, after = CASE.experts_of(rank)
+        by_hand = [
+            (expert, inputs[0][token])
+            for expert in range(first, after)
+            for inputs in (CASE.inputs(0), CASE.inputs(1))
+            for token in range(CASE.tokens)
+            for k in range(CASE.top_k)
+            if inputs[1][token, k] == expert
+        ]
+        rows, experts = CASE.expected_rows(rank)
+        assert experts.tolist() == [expert for expert, _ in by_hand]
+        assert torch.equal(rows, torch.stack([row for _, row in by_hand]))
+
+
+def test_a_right_moe_round_has_nothing_wrong() -> None:
+    assert [wrong(CASE, rank, right_round(rank)) for rank in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("field", ["rows", "y", "grad_x", "grad_weights"])
+def test_a_wrong_moe_round_is_found_out(field: str) -> None:
+    def one_round(experts: Any) -> Outcome:
+        outcome = right_round(0)(experts)
+        return dataclasses.replace(outcome, **{field: getattr(outcome, field).flip(0)})
+
+    assert wrong(CASE, 0, one_round) > 0
+
+
+def test_a_missing_row_is_found_out() -> None:
+    def one_round(experts: Any) -> Outcome:
+        outcome = right_round(0)(experts)
+        return dataclasses.replace(outcome, rows=outcome.rows[1:])
+
+    assert wrong(CASE, 0, one_round) > 0
+
+
+def test_routing_is_uniform_unless_skewed() -> None:
+    def share_of_first(skew: float) -> float:
+        case = dataclasses.replace(CASE, tokens=4000, skew=skew)
+        return float((case.inputs(0)[1] == 0).any(1).float().mean())
+
+    assert share_of_first(0) == pytest.approx(CASE.top_k / CASE.experts, abs=0.03)
+    assert share_of_first(2) > 0.8
+
+
+def test_plain_copies_touch_every_row() -> None:
+    contender = copies_contender(CASE, 0)
+    assert contender.check() == 0
+    assert len(contender.run() or ()) == 4
+
+
+# ------------------------------------------------------------------------------------------------------ README's table
+
+
+@pytest.fixture
+def results() -> list[Line]:
+    lines = []
+    for size in (4096, 1 << 20):
+        for memory in ("symmetric", "ordinary"):
+            case = {"memory": memory, "through": "a2a"}
+            lines += [line(bytes=size, case=case), line("gloo", bytes=size, case=case)]
+    for part in ("dispatch", "total"):
+        case = {"part": part, "tokens": 8, "hidden": 16, "experts": 4, "top_k": 2, "skew": 0.0}
+        lines.append(line(op="moe", ranks=4, case=case, ratio={"gloo": 3.5, "copies": 0.8}))
+    return lines
+
+
+def test_the_readme_table_shows_what_the_results_say(results: list[Line]) -> None:
+    table = script("readme_table").markdown(results)
+    assert "| all-to-all, 2 ranks, float32 | 4K | 1M |" in table
+    assert "| `a2a.all_to_all_single`, symmetric tensors, us | 100 | 100 |" in table
+    assert "| ... times faster than gloo | 4.0x | 4.0x |" in table
+    assert "| total | 0.1 | 3.5x | 1.25x |" in table
+    assert "dist.all_to_all_single" not in table  # not run, so not shown
+
+
+def test_only_what_is_between_the_marks_changes() -> None:
+    readme = script("readme_table")
+    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
+    assert readme.replaced(text, "new") == f"before\n{readme.BEGIN}\nnew\n{readme.END}\nafter\n"
+    with pytest.raises(ValueError, match="needs one"):
+        readme.replaced("no marks", "new")
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="there is no README yet")
+def test_the_readme_is_up_to_date() -> None:
+    checked = run("bench/readme_table.py", "--check")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_missed_floor_is_told() -> None:
+    floor = script("run_cpu").Floor("all_to_all", 2, (("memory", "symmetric"),), "gloo", ((1 << 20, 5.0),))
+    assert "4 times gloo, expected 5" in floor.missed(line())
+    assert floor.missed(line(ratio={"gloo": 5.0})) is None
+    assert floor.missed(line(case={"memory": "ordinary"})) is None
+
+
+# ---------------------------------------------------------------------------------------------- long runs, short form
+
+
+@pytest.fixture(scope="module")
+def _no_leftovers() -> Iterator[None]:
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    yield
+    left = {path for path in Path("/dev/shm").iterdir() if "a2a" in path.name} - before if before else set()
+    assert not left
+
+
+@pytest.mark.usefixtures("_no_leftovers")
+def test_many_small_collectives_are_right_and_hold_memory_flat() -> None:
+    soak = run("bench/soak.py", "--short", "--ranks", "3")
+    assert soak.returncode == 0, soak.stderr
+    assert "no wrong element" in soak.stdout
+
+
+@pytest.mark.usefixtures("_no_leftovers")
+def test_survivors_of_a_kill_name_the_dead_rank_in_time() -> None:
+    kills = run("bench/kills.py", "--short", "--ranks", "3")
+    assert kills.returncode == 0, kills.stderr
+    assert "every survivor named it in time" in kills.stdout

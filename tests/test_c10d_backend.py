@@ -1,0 +1,627 @@
+"""Backend "a2a": what torch.distributed offers works on it, all-to-alls go through a2a, and a2a's errors come out as they are."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from a2a_world import A2AWorld
+from pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import a2a
+from a2a.integrations import c10d_backend
+
+
+@pytest.fixture(scope="module")
+def own_pool(pool: Pool | None) -> Iterator[Pool]:
+    if pool is None:
+        pytest.skip("makes default groups of its own, which torchrun's ranks can't")
+    with Pool() as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def two(own_pool: Pool) -> A2AWorld:
+    return A2AWorld(own_pool, 2)
+
+
+@pytest.fixture(scope="module")
+def four(own_pool: Pool) -> A2AWorld:
+    return A2AWorld(own_pool, 4)
+
+
+def world() -> c10d_backend.A2AProcessGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, c10d_backend.A2AProcessGroup)
+    return group
+
+
+def served(group: dist.ProcessGroup | None = None) -> int:
+    """How many calls a2a has run for this group; also asserts that none was handed over."""
+    stats = (group or world()).stats()
+    assert stats["handed_over"] == {}
+    return 0 if stats["communicator"] is None else calls(stats["communicator"])
+
+
+def calls(stats: dict[str, Any]) -> int:
+    return stats["calls"]
+
+
+def sent(dtype: torch.dtype = torch.float32, rows: int = 2) -> torch.Tensor:
+    """What this rank sends: `rows` to each rank, filled with 10 x own rank + receiver."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (10 * rank + torch.arange(size)).repeat_interleave(rows).to(dtype)
+
+
+def received(dtype: torch.dtype = torch.float32, rows: int = 2) -> torch.Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (10 * torch.arange(size) + rank).repeat_interleave(rows).to(dtype)
+
+
+def exchange(group: dist.ProcessGroup | None = None) -> None:
+    """One all-to-all on a group of all ranks, checked."""
+    output = torch.empty_like(received())
+    dist.all_to_all_single(output, sent(), group=group)
+    same(output, received())
+
+
+def same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------- names and strings
+
+
+def test_importing_a2a_registers_the_backend() -> None:
+    assert dist.Backend("a2a") == "a2a"
+    assert dist.BackendConfig("a2a").get_device_backend_map() == {"cpu": "a2a"}
+
+
+def check_backend_string(cpu_is_a2as: bool) -> None:
+    exchange()
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    same(total, torch.full((3,), float(dist.get_world_size())))
+    handed_over = world().stats()["handed_over"]
+    assert handed_over == {} if cpu_is_a2as else list(handed_over.values()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "cpu_is_a2as"),
+    [("a2a", True), ("cpu:a2a", True), ("cpu:a2a,cuda:nccl", True), ("cpu:gloo,cuda:a2a", False)],
+)
+def test_a_backend_string_says_which_device_is_a2as(two: A2AWorld, backend: str, cpu_is_a2as: bool) -> None:
+    two.run(check_backend_string, backend=backend, cpu_is_a2as=cpu_is_a2as)
+
+
+def check_unknown_partner() -> None:
+    with pytest.raises(ValueError, match="can't set up cuda:ucc"):
+        dist.new_group(backend="cpu:a2a,cuda:ucc")
+
+
+def test_a_backend_that_cannot_share_a_group_with_a2a_is_refused(two: A2AWorld) -> None:
+    two.run(check_unknown_partner)
+
+
+def check_group_of_gloo_world() -> None:
+    group = dist.new_group(backend="a2a")
+    assert dist.get_backend(group) == "a2a" and dist.get_backend() == "gloo"
+    exchange(group)
+    assert served(group) == 1
+    dist.destroy_process_group(group)
+
+
+def test_a_group_on_a2a_lives_beside_a_world_on_gloo(world: Any) -> None:
+    world.run(check_group_of_gloo_world)
+
+
+# --------------------------------------------------------------------------------------------- a2a serves all-to-alls
+
+
+def check_dtypes() -> None:
+    for dtype in (torch.int16, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
+        output = torch.empty_like(received(dtype))
+        dist.all_to_all_single(output, sent(dtype))
+        assert torch.equal(output.view(torch.uint8), received(dtype).view(torch.uint8)), dtype
+
+
+def test_dtypes_that_gloo_lacks_are_exchanged(two: A2AWorld) -> None:
+    two.run(check_dtypes)
+
+
+def check_splits() -> None:
+    rank = dist.get_rank()
+    source = torch.arange(4) + 10 * rank
+    target = torch.empty(3 if rank == 0 else 5, dtype=torch.int64)
+    dist.all_to_all_single(target, source, [1, 2] if rank == 0 else [3, 2], [1, 3] if rank == 0 else [2, 2])
+    same(target, torch.tensor([0, 10, 11] if rank == 0 else [1, 2, 3, 12, 13]))
+    empty = torch.empty(0, 3)
+    dist.all_to_all_single(empty, torch.empty(0, 3))
+    strided = torch.arange(8.0).view(2, 4).t() + 100 * rank
+    target = torch.empty(2, 4).t()
+    dist.all_to_all_single(target, strided)
+    parts = [(torch.arange(8.0).view(2, 4).t() + 100 * peer)[2 * rank : 2 * rank + 2] for peer in range(2)]
+    same(target, torch.cat(parts))
+
+
+def test_uneven_splits_no_rows_and_strided_tensors(two: A2AWorld) -> None:
+    two.run(check_splits)
+
+
+def check_own_method() -> None:
+    for name in ("all_to_all_single", "alltoall_base"):
+        output = torch.empty_like(received())
+        assert getattr(world(), name)(output, sent(), [], []).wait()
+        same(output, received())
+    outputs = list(torch.empty_like(received()).chunk(2))
+    assert world().alltoall(outputs, list(sent().chunk(2))).wait()
+    same(torch.cat(outputs), received())
+
+
+def test_both_spellings_of_the_method_and_the_list_form(two: A2AWorld) -> None:
+    two.run(check_own_method)
+
+
+def check_async() -> None:
+    before = served()
+    outputs = [torch.empty_like(received()) for _ in range(5)]
+    works = [dist.all_to_all_single(output, sent() + i, async_op=True) for i, output in enumerate(outputs)]
+    pieces = list(torch.empty_like(received()).chunk(2))
+    works.append(dist.all_to_all(pieces, list(sent().chunk(2)), async_op=True))
+    for work in reversed(works):
+        assert work.wait()
+        assert work.is_completed() and work.is_success()
+        work.synchronize()
+    for i, output in enumerate(outputs):
+        same(output, received() + i)
+    same(torch.cat(pieces), received())
+    assert served() == before + 6
+
+
+def test_async_calls_in_flight_together_and_awaited_backwards(two: A2AWorld) -> None:
+    two.run(check_async)
+
+
+def check_future() -> None:
+    output = torch.empty_like(received())
+    work = dist.all_to_all_single(output, sent(), async_op=True)
+    doubled = work.get_future().then(lambda done: (done.value(), output * 2)[1])
+    same(doubled.wait(), received() * 2)
+    assert work.wait(timedelta(seconds=5))
+
+
+def test_the_future_of_a_call_takes_callbacks(two: A2AWorld) -> None:
+    two.run(check_future)
+
+
+def check_late_peer() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    start = time.monotonic()
+    output = torch.empty_like(received())
+    work = dist.all_to_all_single(output, sent(), async_op=True)
+    returned = time.monotonic() - start
+    work.wait()
+    same(output, received())
+    if dist.get_rank() == 0:
+        assert returned < 0.25 < time.monotonic() - start
+
+
+def test_an_async_call_returns_before_its_peers_arrive(two: A2AWorld) -> None:
+    two.run(exchange)
+    two.run(check_late_peer)
+
+
+# ------------------------------------------------------------------------------------------ what torch builds on them
+
+
+def check_functional() -> None:
+    before = served()
+    same(funcol.wait_tensor(funcol.all_to_all_single(sent(), None, None, dist.group.WORLD)), received())
+    size = dist.get_world_size()
+    out = funcol.all_to_all_single(sent(), [2] * size, [2] * size, dist.group.WORLD)
+    same(out + 0, received())
+    leaf = sent().requires_grad_()
+    (funcol.all_to_all_single_autograd(leaf, None, None, dist.group.WORLD) * received().detach()).sum().backward()
+    same(leaf.grad, sent())  # what came back is what the receiver multiplied with: 10 x own rank + receiver
+    assert served() == before + 4
+
+
+def test_functional_collectives_and_their_gradient(two: A2AWorld) -> None:
+    two.run(check_functional)
+
+
+def functional_step(x: torch.Tensor) -> torch.Tensor:
+    return funcol.all_to_all_single_autograd(x * 2, None, None, dist.group.WORLD) + 1
+
+
+def imperative_step(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    dist.all_to_all_single(output, x * 2)
+    return output + 1
+
+
+def check_compiled() -> None:
+    before = served()
+    leaf = sent().requires_grad_()
+    result = torch.compile(functional_step, backend="aot_eager", fullgraph=True)(leaf)
+    same(result.detach(), received() * 2 + 1)
+    result.sum().backward()
+    same(leaf.grad, torch.full_like(leaf, 2.0))
+    compiled = torch.compile(imperative_step, backend="aot_eager", fullgraph=True)
+    same(compiled(torch.empty_like(received()), sent()), received() * 2 + 1)
+    assert served() == before + 3
+
+
+def test_compiled_with_fullgraph(two: A2AWorld) -> None:
+    two.run(check_compiled)
+
+
+def check_delegated() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peer = (rank + 1) % size
+    mine = torch.full((2,), float(rank))
+    every = torch.arange(size, dtype=torch.float32).repeat_interleave(2)
+
+    value = mine.clone()
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    same(value, torch.full((2,), size - 1.0))
+    dist.broadcast(value.fill_(rank), src=1)
+    same(value, torch.ones(2))
+    dist.reduce(value, dst=0)
+    gathered = torch.empty(2 * size)
+    group = world()
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(gathered, mine)
+    same(gathered, every)
+    parts = [torch.empty(2) for _ in range(size)]
+    dist.all_gather(parts, mine)
+    same(torch.cat(parts), every)
+    shard = torch.empty(2)
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(shard, every)
+    same(shard, mine * size)
+    dist.gather(mine, parts if rank == 0 else None, dst=0)
+    dist.scatter(shard, list(every.chunk(size)) if rank == 0 else None, src=0)
+    same(shard, mine)
+
+    got = torch.empty(2)
+    requests = [dist.isend(mine, peer), dist.irecv(got, (rank - 1) % size)]
+    for request in requests:
+        request.wait()
+    same(got, torch.full((2,), float((rank - 1) % size)))
+    operations = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, got.zero_(), (rank - 1) % size)]
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
+    same(got, torch.full((2,), float((rank - 1) % size)))
+    if rank == 0:
+        dist.send(mine, 1)
+    elif rank == 1:
+        dist.recv(got, 0)
+        same(got, torch.zeros(2))
+
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    named = [f"from {rank}"]
+    dist.broadcast_object_list(named, src=1)
+    assert named == ["from 1"]
+
+    with dist._coalescing_manager():
+        first, second = mine.clone(), mine + 1
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+    total = float(sum(range(size)))
+    same((first, second), (torch.full((2,), total), torch.full((2,), total + size)))
+    with dist._coalescing_manager(async_ops=True) as manager:
+        again = mine.clone()
+        dist.all_reduce(again)
+    manager.wait()
+    same(again, first)
+
+    dist.barrier()
+    group.monitored_barrier(timedelta(seconds=10))
+    assert dist.get_process_group_ranks(group) == list(range(size))
+    assert group.name() == "a2a"
+
+
+def test_everything_else_is_delegated(two: A2AWorld) -> None:
+    two.run(check_delegated)
+
+
+def check_ddp() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1 + dist.get_rank())  # DDP sends rank 0's
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    same(model.weight.detach(), torch.ones(2, 3))
+    x = torch.full((1, 3), float(dist.get_rank()))
+    replica(x).sum().backward()
+    same(model.weight.grad, torch.full((2, 3), sum(range(dist.get_world_size())) / dist.get_world_size()))
+
+
+def test_ddp(two: A2AWorld) -> None:
+    two.run(check_ddp)
+
+
+def check_fsdp2() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    reference = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.randn(size, 4)
+    model(x[rank : rank + 1]).sum().backward()
+    (reference(x).sum() / size).backward()
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+def test_fsdp2(two: A2AWorld) -> None:
+    two.run(check_fsdp2)
+
+
+def check_dtensor() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(16.0).view(4, 4)
+    rows = DTensor.from_local(whole.chunk(size)[rank], mesh, [Shard(0)])
+    columns = rows.redistribute(mesh, [Shard(1)])  # on a CPU torch gathers and cuts
+    same(columns.to_local(), whole.chunk(size, dim=1)[rank])
+    same(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
+    same(DTensor.from_local(whole, mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local(), whole * size)
+    before = served()
+    local = torch.ops._dtensor.shard_dim_alltoall(rows.to_local(), 0, 1, mesh.get_group().group_name)  # elsewhere: this
+    same(local, whole.chunk(size, dim=1)[rank])
+    assert served() == before + 1
+
+
+def test_dtensor_redistributes(two: A2AWorld) -> None:
+    two.run(check_dtensor)
+
+
+def check_mesh() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    for name, members in (("rows", [rank % 2, rank % 2 + 2]), ("columns", [rank // 2 * 2, rank // 2 * 2 + 1])):
+        group = mesh.get_group(name)
+        assert dist.get_process_group_ranks(group) == members
+        output = torch.empty(2, dtype=torch.int64)
+        dist.all_to_all_single(output, torch.tensor([10 * rank + members[0], 10 * rank + members[1]]), group=group)
+        same(output, torch.tensor([10 * members[0] + rank, 10 * members[1] + rank]))
+        assert served(group) == 1
+
+
+def test_device_mesh_has_groups_on_a2a(four: A2AWorld) -> None:
+    four.run(check_mesh)
+
+
+def check_fake() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    group = dist.new_group(backend="a2a")
+    with FakeTensorMode():
+        output, source = torch.empty(4), torch.ones(4)
+        dist.all_to_all_single(output, source, group=group)
+        assert output.shape == (4,)
+    assert group.stats() == {"communicator": None, "handed_over": {}}
+    exchange(group)
+
+
+def test_fake_tensors_move_no_data(two: A2AWorld) -> None:
+    two.run(check_fake)
+
+
+# ---------------------------------------------------------------------------------------------------------- lifetimes
+
+
+def check_any_order(seed: int) -> None:
+    groups = [dist.new_group() for _ in range(3)]
+    works = []
+    for i, group in enumerate(groups):  # all at once, each with its own communicator
+        output = torch.empty_like(received())
+        works.append((dist.all_to_all_single(output, sent() + i, group=group, async_op=True), output, i))
+    for work, output, i in reversed(works):
+        work.wait()
+        same(output, received() + i)
+    order = torch.randperm(3, generator=torch.Generator().manual_seed(seed + dist.get_rank())).tolist()
+    for i in order:
+        dist.destroy_process_group(groups[i])
+    exchange()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_groups_at_once_leave_in_any_order(two: A2AWorld, seed: int) -> None:
+    two.run(check_any_order, seed=seed)
+
+
+def check_subgroups() -> None:
+    rank = dist.get_rank()
+    pairs = [dist.new_group(members) for members in ([0, 1], [2, 3], [1, 2])]
+    exchange()
+    for members, group in zip(([0, 1], [2, 3], [1, 2]), pairs, strict=True):
+        output = torch.full((2,), -1)
+        if rank in members:
+            dist.all_to_all_single(output, torch.full((2,), rank), group=group)
+            same(output, torch.tensor(members))
+        else:
+            with pytest.warns(UserWarning, match="does not belong"):
+                assert dist.all_to_all_single(output, torch.full((2,), rank), group=group) is None
+            same(output, torch.full((2,), -1))
+
+
+def test_overlapping_groups_and_ranks_outside_them(four: A2AWorld) -> None:
+    four.run(check_subgroups)
+
+
+def check_destroyed() -> None:
+    group = dist.new_group()
+    exchange(group)
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        group.all_to_all_single(torch.empty(2), torch.empty(2), [], [])
+
+
+def test_a_destroyed_group_says_so(two: A2AWorld) -> None:
+    two.run(check_destroyed)
+
+
+def check_dropped() -> int:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    exchange()
+    dist.barrier()
+    counts = []
+    for _ in range(4):
+        group = dist.new_group()
+        exchange(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append(open_files())
+    assert counts[-1] <= counts[0], counts
+    return len(counts)
+
+
+def test_destroyed_groups_leave_no_open_files(two: A2AWorld) -> None:
+    two.run(check_dropped)
+
+
+def check_elastic(port: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for again in range(3):
+        exchange()
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"again{again}", dist.TCPStore("127.0.0.1", port, is_master=False))
+        dist.init_process_group("a2a", store=store, rank=rank, world_size=size)
+    exchange()
+
+
+def test_a_world_is_made_again_in_the_same_processes(two: A2AWorld) -> None:
+    two.run(check_elastic, port=two.port)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def check_mistakes() -> None:
+    with pytest.raises(ValueError, match="split"):
+        dist.all_to_all_single(torch.empty(4), torch.empty(4), [1, 1], [2, 2])
+    with pytest.raises((ValueError, RuntimeError), match="dtype|type"):
+        dist.all_to_all_single(torch.empty(4), torch.empty(4, dtype=torch.int32))
+
+
+def test_a_callers_mistake_is_a_value_error(two: A2AWorld) -> None:
+    two.run(exchange)
+    two.run(check_mistakes)
+
+
+def check_mismatch() -> None:
+    group = dist.new_group()
+    exchange(group)
+    dtype = torch.float32 if dist.get_rank() == 0 else torch.float64
+    with pytest.raises(a2a.MismatchError) as caught:
+        dist.all_to_all_single(torch.empty(4, dtype=dtype), torch.empty(4, dtype=dtype), group=group)
+    assert caught.value.peer in (0, 1)
+
+
+def test_ranks_that_differ_get_a_mismatch_error(two: A2AWorld) -> None:
+    two.run(check_mismatch)
+
+
+def check_death(how: str) -> tuple[str, int, float]:
+    exchange()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    output = torch.empty_like(received())
+    start = time.monotonic()
+    with pytest.raises(a2a.PeerTimeoutError) as caught:
+        if how == "sync":
+            dist.all_to_all_single(output, sent())
+        elif how == "async":
+            dist.all_to_all_single(output, sent(), async_op=True).wait()
+        else:
+            funcol.wait_tensor(funcol.all_to_all_single(sent(), None, None, dist.group.WORLD))
+    return caught.value.cause, caught.value.peer, time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "functional"])
+def test_a_killed_peer_is_named(two: A2AWorld, how: str) -> None:
+    cause, peer, seconds = two.run(check_death, how=how, expect_dead=(1,))[0]
+    assert (cause, peer) == ("died", 1)
+    assert seconds < 2
+
+
+# --------------------------------------------------------------------------------------------------------- hand-overs
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def check_no_shared_memory() -> None:
+    def refuse(_: dist.ProcessGroup) -> Any:
+        raise a2a.UnsupportedError("no memfd on this machine")
+
+    heard = Records()
+    logging.getLogger("a2a").addHandler(heard)
+    group = dist.new_group()
+    original, c10d_backend.implicit = c10d_backend.implicit, refuse
+    try:
+        for _ in range(3):
+            exchange(group)
+        pieces = list(torch.empty_like(received()).chunk(2))
+        dist.all_to_all(pieces, list(sent().chunk(2)), group=group)
+        same(torch.cat(pieces), received())
+    finally:
+        c10d_backend.implicit = original
+        logging.getLogger("a2a").removeHandler(heard)
+    assert group.communicator() is None
+    assert group.stats()["handed_over"] == {
+        "all_to_all_single, cpu: no memfd on this machine": 3,
+        "all_to_all, cpu: no memfd on this machine": 1,
+    }
+    warnings = [record.getMessage() for record in heard.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "go to gloo: no memfd on this machine" in warnings[0]
+
+
+def test_without_shared_memory_gloo_serves_and_one_warning_says_why(two: A2AWorld) -> None:
+    two.run(check_no_shared_memory)
+
+
+def check_two_domains(environment: dict[str, str]) -> Any:
+    os.environ |= environment
+    try:
+        group = dist.new_group()
+        for _ in range(3):
+            exchange(group)
+        return group.stats()
+    finally:
+        for name in environment:
+            del os.environ[name]
+
+
+def test_ranks_that_share_no_memory_are_served_and_counted(two: A2AWorld) -> None:
+    stats = two.run(check_two_domains, environment={"A2A_TOPOLOGY": "cpu:2x1"})
+    assert stats

@@ -1,0 +1,45 @@
+"""The examples run as a user runs them, and what they print is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import a2a
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LOSS = re.compile(r"^ *(.+?)  step +(\d+)  loss ([\d.]+)$", re.MULTILINE)
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """What the example prints; its processes find the a2a that these tests use."""
+    path = os.pathsep.join([str(Path(a2a.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    launcher_variables = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {k: v for k, v in os.environ.items() if k not in launcher_variables} | {"PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_language_model_learns_the_same_on_four_ranks_and_on_one() -> None:
+    """--check compares the losses itself and fails otherwise."""
+    output = run_example("train_moe_lm.py", "--ranks", "4", "--steps", "6", "--check")
+    losses: dict[str, list[float]] = {}
+    for name, _, loss in LOSS.findall(output):
+        losses.setdefault(name, []).append(float(loss))
+    assert {name: len(values) for name, values in losses.items()} == {"a2a": 6, "gloo": 6, "one process": 6}
+    for name, values in losses.items():
+        assert values[-1] < 0.9 * values[0], f"{name} did not learn"
+    for name in ("a2a", "gloo"):
+        assert f"{name}: losses differ from those of one process by at most" in output
+        assert re.search(rf"^ *{name} +\d+ +[\d.]+% +[\d.]+%$", output, re.MULTILINE), "its row in the table"

@@ -1,0 +1,346 @@
+"""ExpertParallel gives the bits of the reference: rows, their metadata, y and every gradient, on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import moe_reference as reference
+from moe_cases import (
+    Answer,
+    Case,
+    Step,
+    assert_answers,
+    assert_same_bits,
+    assert_step,
+    expected_step,
+    run_step,
+    with_options,
+)
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+# ---- one dimension at a time -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_a_step_on_any_number_of_ranks(world: Any, dtype: torch.dtype) -> None:
+    assert_step(world, Case(dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype"),
+    [(8, BF16), (24, F16), (2880, BF16), (3072, BF16), (3584, F16), (6144, BF16), (4, F32), (12, F32), (1204, F32)],
+)
+def test_any_row_that_is_a_multiple_of_16_bytes(world: Any, hidden: int, dtype: torch.dtype) -> None:
+    assert_step(world, Case(hidden=hidden, dtype=dtype, tokens=(6, 4)))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("tokens", [(0, 4, 5), (0, 0, 6), (0, 0, 0), (1, 0, 1)], ids=str)
+def test_no_tokens_on_one_several_or_all_ranks(world: Any, tokens: tuple[int, ...]) -> None:
+    assert_step(world, with_options(Case(tokens=tokens), max_tokens=8))
+
+
+@pytest.mark.ranks(4)
+def test_token_counts_may_differ_up_to_max_tokens(world: Any) -> None:
+    assert_step(world, Case(tokens=(1, 64, 17, 0), hidden=16))
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("top_k", [1, 2, 8, 32])
+def test_top_k_up_to_32(world: Any, top_k: int) -> None:
+    assert_step(world, Case(top_k=top_k, num_experts=40, ids="distinct", hidden=16))
+
+
+@pytest.mark.ranks(2)
+def test_a_repeated_id_makes_as_many_rows(world: Any) -> None:
+    assert_step(world, Case(top_k=32, num_experts=3, hidden=16))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 3), (257, 4)], ids=lambda n: f"{n}"
+)
+def test_any_number_of_experts_even_fewer_than_ranks(world: Any, num_experts: int, top_k: int) -> None:
+    assert_step(world, Case(num_experts=num_experts, top_k=top_k))
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_all_tokens_to_one_expert(world: Any, top_k: int) -> None:
+    assert_step(world, Case(ids="one", top_k=top_k, tokens=(40, 1, 33, 64)))
+
+
+@pytest.mark.ranks(3)
+def test_a_token_of_only_minus_one_gets_zero_and_gives_zero_gradient(world: Any) -> None:
+    case = Case(ids="none")
+    assert_step(world, case)
+    for answer in expected_step(case, 3):
+        assert not answer["y"].any() and not answer["grad_x"].any() and not answer["grad_weights"].any()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("alignment", [1, 16, 128])
+@pytest.mark.parametrize("ids", ["any", "one", "none"])
+def test_blocks_are_padded_with_zeros_to_the_alignment(world: Any, alignment: int, ids: str) -> None:
+    assert_step(world, with_options(Case(ids=ids), expert_alignment=alignment))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("owners", [(2, 0, 1, 2, 0, 1, 2), (1, 1, 1, 1, 1, 1, 1), (2, 2, 0, 0, 2, 0, 2)], ids=str)
+def test_expert_to_rank_places_experts_anywhere(world: Any, owners: tuple[int, ...]) -> None:
+    assert_step(world, with_options(Case(), expert_to_rank=owners))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("weights", [None, F32, BF16], ids=str)
+@pytest.mark.parametrize("apply_weights", [True, False], ids=["weighted", "unweighted"])
+def test_weights_and_their_gradients_are_exact_in_their_own_dtype(
+    world: Any, weights: torch.dtype | None, apply_weights: bool
+) -> None:
+    assert_step(world, Case(weights=weights, apply_weights=apply_weights, hidden=600, dtype=F32))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_compact_rows_hand_out_each_token_once(world: Any, alignment: int) -> None:
+    assert_step(world, with_options(Case(), layout="compact", expert_alignment=alignment))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+@pytest.mark.parametrize(("hidden", "dtype"), [(8, BF16), (128, F16), (200, F32), (304, BF16)])
+def test_wire_formats_quantise_while_sending(world: Any, wire: str, hidden: int, dtype: torch.dtype) -> None:
+    assert_step(world, with_options(Case(hidden=hidden, dtype=dtype), wire=wire))
+
+
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("scale", [1e-45, 1e-43, 1e-41, 1e30])
+def test_wire_formats_at_the_ends_of_float32(world: Any, wire: str, scale: float) -> None:
+    assert_step(world, with_options(Case(dtype=F32, scale=scale), wire=wire))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_combine_may_send_float32(world: Any, dtype: torch.dtype) -> None:
+    assert_step(world, with_options(Case(dtype=dtype), wire_combine="float32"))
+
+
+# ---- max_rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_max_rows_fixes_the_shape_and_changes_nothing_else(world: Any, alignment: int) -> None:
+    case = with_options(Case(), expert_alignment=alignment, max_rows=160)
+    assert_step(world, case)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("max_rows", [16, 32])
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_overflow_drop_drops_the_highest_positions_and_counts_them(world: Any, max_rows: int, alignment: int) -> None:
+    case = with_options(Case(tokens=(25, 9, 30)), expert_alignment=alignment, max_rows=max_rows, overflow="drop")
+    assert any(int(answer["overflow"]) for answer in expected_step(case, world.size))
+    assert_step(world, case)
+
+
+# ---- rows="wire" -----------------------------------------------------------------------------------------------------
+
+
+def wire_rows(case: Case) -> Answer:
+    with contextlib.closing(case.expert_parallel()) as ep:
+        (x_TH, ids_TK, weights_TK), _ = case.inputs(dist.get_rank())
+        (q_RH, scales_RB), _, routing = ep.dispatch(x_TH, ids_TK, weights_TK)
+        assert not q_RH.requires_grad
+        valid_R = routing.row_rank_R >= 0
+        return {"q": q_RH.view(torch.uint8), "scales": scales_RB[valid_R].view(torch.uint8), "valid": valid_R}
+
+
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("hidden", [64, 200])
+def test_rows_wire_hands_out_the_quantised_rows_and_their_scales(world: Any, wire: str, hidden: int) -> None:
+    case = with_options(Case(hidden=hidden), wire=wire, rows="wire", expert_alignment=16)
+    tokens = [case.inputs(rank)[0] for rank in range(world.size)]
+    quantised = [reference.quantise(t.x_TH, wire) for t in tokens]
+    received = reference.dispatch(case.layer(world.size), tokens)
+    for rank, (answer, got) in enumerate(zip(world.run(wire_rows, case=case), received, strict=True)):
+        q_RH = torch.zeros(len(got.origins), hidden, dtype=torch.uint8)
+        scales = []
+        for row, origin in enumerate(got.origins):
+            if origin is not None:
+                q_TH, scales_TB = quantised[origin.source]
+                q_RH[row] = q_TH[origin.token].view(torch.uint8)
+                scales.append(scales_TB[origin.token])
+        assert_same_bits(answer["q"], q_RH, f"q of rank {rank}")
+        assert_same_bits(answer["scales"], torch.stack(scales).view(torch.uint8), f"scales of rank {rank}")
+
+
+# ---- what a user builds on it ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+def test_a_step_repeats_bit_for_bit(world: Any) -> None:
+    case = Case(tokens=(30, 41, 7, 22), hidden=264)
+    first = world.run(run_step, case=case)
+    for _ in range(3):
+        assert_answers(world.run(run_step, case=case), first)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_number_of_ranks_changes_no_dispatched_row(world: Any) -> None:
+    """All tokens on rank 0 and one expert a token: y and the gradients can't depend on who owns the experts."""
+    case = Case(tokens=(23, 0, 0, 0), top_k=1, num_experts=8)
+    alone, spread = expected_step(case, 1)[0], world.run(run_step, case=case)
+    assert torch.equal(torch.cat([answer["rows"] for answer in spread]), alone["rows"])
+    for name in ("y", "grad_x", "grad_weights"):
+        assert_same_bits(spread[0][name], alone[name], name)
+
+
+def grouped_matmul(case: Case) -> tuple[Tensor, Tensor]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    owned = reference.experts_of_ranks(case.layer(world_size))[rank]
+    (x_TH, ids_TK, weights_TK), _ = case.inputs(rank)
+    with contextlib.closing(case.expert_parallel()) as ep:
+        rows_RH, _, routing = ep.dispatch(x_TH, ids_TK, weights_TK)
+        out_RH = torch._grouped_mm(rows_RH, expert_matrices(case)[owned], offs=routing.offsets_E)
+        return ep.combine(out_RH, routing)
+
+
+def expert_matrices(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(-2, 3, (case.num_experts, case.hidden, case.hidden), generator=generator).to(case.dtype)
+
+
+def test_rows_feed_a_grouped_matmul(world: Any) -> None:
+    """Rows are packed by expert, aligned and padded with zeros, and offsets_E is what torch._grouped_mm takes."""
+    case = with_options(
+        Case(num_experts=6, hidden=32, tokens=(20, 30), weights=None, ids="distinct"), expert_alignment=16
+    )
+    matrices = expert_matrices(case).double()
+    for rank, y_TH in enumerate(world.run(grouped_matmul, case=case)):
+        x_TH, ids_TK, _ = case.inputs(rank)[0]
+        dense = torch.einsum("th,tkhg->tg", x_TH.double(), matrices[ids_TK])
+        torch.testing.assert_close(y_TH.double(), dense, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize(("dtype", "unit"), [(BF16, 2.0**-8), (F16, 2.0**-11), (F32, 2.0**-24)], ids=str)
+def test_combine_is_as_accurate_as_its_roundings(
+    world: Any, dtype: torch.dtype, unit: float, record_property: Any
+) -> None:
+    """Against float64, y is off by its own rounding, one for each partial row that was sent, and float32's sums."""
+    case = Case(dtype=dtype, top_k=8, num_experts=16, ids="distinct", tokens=(64,), hidden=64)
+    factors_E = torch.tensor([0.37 * (e % 11) - 1.9 for e in range(16)], dtype=dtype)
+    for rank, answer in enumerate(world.run(run_step, case=case)):
+        x_TH, ids_TK, weights_TK = case.inputs(rank)[0]
+        terms_TKH = weights_TK.double()[..., None] * (x_TH[:, None] * factors_E[ids_TK][..., None]).double()
+        owners_TK = ids_TK // (16 // world.size)
+        partials = torch.stack([(terms_TKH * (owners_TK == r)[..., None]).sum(1) for r in range(world.size)])
+        bound_TH = unit * terms_TKH.sum(1).abs() + 10 * 2.0**-24 * terms_TKH.abs().sum(1)
+        if world.size > 1:
+            bound_TH += unit * partials.abs().sum(0)
+        error_TH = (answer["y"].double() - terms_TKH.sum(1)).abs()
+        assert (error_TH <= 1.01 * bound_TH).all()
+        assert error_TH.max() > 0  # or this measures nothing
+        record_property(f"largest error of rank {rank} in units of its bound", float((error_TH / bound_TH).max()))
+
+
+@pytest.mark.ranks(2, 4)
+def test_megabytes_to_one_rank(world: Any) -> None:
+    """More than any ring between two ranks holds at once."""
+    assert_step(world, Case(hidden=4096, top_k=2, ids="one", tokens=(150, 250, 10, 0)))
+
+
+def again(cases: list[Case], jitter: bool) -> None:
+    """Steps back to back on one instance, checked afterwards; with `jitter` every rank sleeps now and then."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sleeps = random.Random(rank)
+    answers = []
+    with contextlib.closing(cases[0].expert_parallel()) as ep:
+        for case in cases:
+            step = Step(case, ep)
+            for act in (step.dispatch, step.combine, step.backward):
+                if jitter and sleeps.random() < 0.4:
+                    time.sleep(sleeps.random() * 0.004)
+                act()
+            answers.append(step.answer())
+    for case, answer in zip(cases, answers, strict=True):
+        assert_answers([answer], [expected_step(case, world_size)[rank]])
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("jitter", [False, True], ids=["back to back", "jitter"])
+def test_a_hundred_steps_with_new_routing_each(world: Any, jitter: bool) -> None:
+    cases = [Case(seed=seed, hidden=24, top_k=2, tokens=(4, 3, 0, 2)) for seed in range(100)]
+    world.run(again, cases=cases, jitter=jitter)
+
+
+def resident_bytes_over_steps(case: Case) -> list[int]:
+    resident = []
+    with contextlib.closing(case.expert_parallel()) as ep:
+        for _ in range(2):
+            for _ in range(60):
+                step = Step(case, ep)
+                step.dispatch()
+                step.combine()
+                step.backward()
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    return resident
+
+
+def test_memory_stays_flat_over_steps(world: Any) -> None:
+    """A step here makes 3 MB of rows: sixty of them kept would show."""
+    case = Case(hidden=2048, tokens=(128, 128), ids="distinct")
+    for before, after in world.run(resident_bytes_over_steps, case=case):
+        assert after - before < 20e6
+
+
+# ---- any routing -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_experts = draw(st.integers(1, 9))
+    options: dict[str, Any] = {
+        "expert_alignment": draw(st.sampled_from([1, 1, 2, 16])),
+        "layout": draw(st.sampled_from(["expert", "expert", "compact"])),
+        "wire": draw(st.sampled_from([None, None, "fp8", "mxfp8"])),
+        "wire_combine": draw(st.sampled_from([None, "float32"])),
+        "max_tokens": 12,
+    }
+    if draw(st.booleans()):
+        options["expert_to_rank"] = tuple(draw(st.lists(st.integers(0, 2), min_size=num_experts, max_size=num_experts)))
+    case = Case(
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, 5)),
+        hidden=8 * draw(st.integers(1, 40)),
+        tokens=tuple(draw(st.lists(st.integers(0, 12), min_size=3, max_size=3))),
+        dtype=draw(st.sampled_from([BF16, F16, F32])),
+        ids=draw(st.sampled_from(["any", "any", "one", "none"])),
+        weights=draw(st.sampled_from([None, F32, BF16])),
+        apply_weights=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+    return with_options(case, **options)
+
+
+@pytest.mark.ranks(3)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@given(case=cases())
+def test_any_routing(world: Any, case: Case) -> None:
+    assert_step(world, case)
