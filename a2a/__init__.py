@@ -19,6 +19,7 @@ from a2a.errors import (
     RowOverflowError,
     UnsupportedError,
 )
+from a2a.moe import ExpertParallel, Routing
 from a2a.ops import all_to_all, all_to_all_single
 from a2a.topology import Topology
 from a2a.work import Work
@@ -26,9 +27,11 @@ from a2a.work import Work
 __all__ = [
     "A2AError",
     "Communicator",
+    "ExpertParallel",
     "InterruptedRankError",
     "MismatchError",
     "PeerTimeoutError",
+    "Routing",
     "RowOverflowError",
     "Topology",
     "UnsupportedError",

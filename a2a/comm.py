@@ -33,7 +33,6 @@ from a2a.transport import candidates
 from a2a.transport.base import Exchange, Transport, Wiring
 
 if TYPE_CHECKING:
-    from a2a.plan import Plan
     from a2a.work import Work
 
 _log = logging.getLogger("a2a")
@@ -115,12 +114,6 @@ class Communicator:
             numel *= n
         buffer = transport.alloc(numel * dtype.itemsize, f"comm.empty({list(sizes)}, {_name(dtype)})")
         return transport.tensor(buffer)[: numel * dtype.itemsize].view(dtype).view(sizes)
-
-    def plan(self, op: str, num_bytes: int = 0, dtype: torch.dtype = torch.float32) -> Plan:
-        """Say which algorithm `op` would take, why, and why not the others."""
-        from a2a.plan import Request, choose  # plan stands on this module
-
-        return choose(Request(op, dtype, num_bytes), self)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: collectives, bytes per way, and for each peer how often and how long it was late."""

@@ -100,7 +100,8 @@ def one_round(context: Any, ranks: int, seed: int) -> str:
         pipes.append(mine)
     try:
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(START_S) and pipe.recv() == "ready", f"rank {rank} did not start"
+            assert pipe.poll(START_S), f"rank {rank} did not start within {START_S:g} s"
+            assert received(pipe) == "ready", f"rank {rank} could not start; what it said is above"
         victim = generator.randrange(ranks)
         time.sleep(generator.random() * 0.05)
         os.kill(processes[victim].pid, signal.SIGKILL)
@@ -112,10 +113,8 @@ def one_round(context: Any, ranks: int, seed: int) -> str:
             assert pipe.poll(LIMIT_S + 3), (
                 f"rank {rank} did not notice within {LIMIT_S + 3:g} s that rank {victim} is gone"
             )
-            try:
-                seen: Seen = pipe.recv()
-            except EOFError:
-                raise AssertionError(f"rank {rank} ended without PeerTimeoutError") from None
+            seen = received(pipe)
+            assert isinstance(seen, Seen), f"rank {rank} ended without PeerTimeoutError"
             assert seen.peer == victim, f"rank {rank} named rank {seen.peer} instead of {victim}: {seen.text}"
             assert seen.cause == "died", f"rank {rank} gave {seen.cause!r} as the cause: {seen.text}"
             assert seen.at - killed <= LIMIT_S, f"rank {rank} took {seen.at - killed:.2f} s"
@@ -129,6 +128,14 @@ def one_round(context: Any, ranks: int, seed: int) -> str:
             process.kill()
             process.join()
     return f"rank {victim} killed, noticed by all within {slowest * 1e3:.0f} ms"
+
+
+def received(pipe: Connection) -> Any:
+    """What a rank sent, or None if it is gone."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def shared_files() -> set[str]:

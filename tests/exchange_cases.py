@@ -85,7 +85,7 @@ class Exchange:
 
     @property
     def row_bytes(self) -> int:
-        return math.prod(self.row_shape) * torch.empty(0, dtype=self.dtype).element_size()
+        return math.prod(self.row_shape) * self.dtype.itemsize
 
     def sent(self, rank: int) -> list[int]:
         return list(self.splits[rank])
@@ -133,8 +133,11 @@ def allocate(memory: str, rows: int, exchange: Exchange, comm: Any) -> torch.Ten
         tensor = torch.empty((*exchange.row_shape, rows), dtype=dtype).movedim(-1, 0)
     elif memory == "unaligned":
         count = math.prod(shape)
-        raw = bytearray(count * torch.empty(0, dtype=dtype).element_size() + 1)
-        tensor = torch.frombuffer(raw, dtype=dtype, count=count, offset=1) if count else torch.empty(0, dtype=dtype)
+        offset = 16 if dtype is torch.complex128 else 1  # torch copies complex128 by aligned instructions
+        raw = bytearray(count * dtype.itemsize + offset)
+        tensor = (
+            torch.frombuffer(raw, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+        )
         tensor = tensor.reshape(shape)
     else:
         raise ValueError(memory)

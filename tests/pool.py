@@ -132,6 +132,8 @@ class Pool:
         expect_dead: Collection[int],
         deadline_s: float,
     ) -> list[Any]:
+        """See `World.run`, which is what tests call."""
+        __tracebackhide__ = True
         task = pickle.dumps(_task(check, kwargs, *self._enter(size)))
         ranks = self._ranks[:size]
         for rank in ranks:
@@ -144,16 +146,13 @@ class Pool:
             if expect_dead:
                 self._discard()
             return [outcome.result for outcome in outcomes]
-        report = [f"{check.__qualname__} on {size} ranks"]
-        report += [f"rank {index} was expected to die and did not: it {outcomes[index].describe()}" for index in alive]
-        for index in sorted(
-            failed, key=lambda index: outcomes[index].stacks is not None
-        ):  # what failed by itself first
-            report.append(f"rank {index} {outcomes[index].describe()}")
+        report = [f"rank {index} was expected to die and did not: it {outcomes[index].describe()}" for index in alive]
+        report += _by_outcome({index: outcomes[index] for index in failed})
+        for index in failed:
             if output := ranks[index].output():
                 report.append(f"rank {index} wrote\n{textwrap.indent(output, '    ')}")
         self._discard()
-        raise RankError("\n".join(report))
+        raise RankError("\n".join([f"{check.__qualname__} on {size} ranks", *report]))
 
     def forget_world(self) -> None:
         """Have the next run make its process group anew."""
@@ -286,15 +285,23 @@ class InlineWorld:
             dist.all_gather_object(outcomes, call(check, kwargs))
         finally:
             faulthandler.cancel_dump_traceback_later()
-        failed = [f"rank {rank} {o.describe()}" for rank, o in enumerate(outcomes) if _failed(rank, o, ())]
+        failed = {rank: outcome for rank, outcome in enumerate(outcomes) if _failed(rank, outcome, ())}
         if failed:
-            raise RankError("\n".join([f"{check.__qualname__} on {self.size} ranks", *failed]))
+            raise RankError("\n".join([f"{check.__qualname__} on {self.size} ranks", *_by_outcome(failed)]))
         return [outcome.result for outcome in outcomes]
 
 
 def _failed(rank: int, outcome: Outcome, expect_dead: Collection[int]) -> bool:
     asked_for = outcome.died and rank in expect_dead
     return (outcome.raised is not None or outcome.died or outcome.stacks is not None) and not asked_for
+
+
+def _by_outcome(outcomes: dict[int, Outcome]) -> list[str]:
+    """What became of the ranks, told once where it is the same; what failed by itself comes before what waited for it."""
+    ranks: dict[str, list[str]] = {}
+    for index in sorted(outcomes, key=lambda index: (outcomes[index].stacks is not None, index)):
+        ranks.setdefault(outcomes[index].describe(), []).append(str(index))
+    return [f"rank {', '.join(indices)} {what}" for what, indices in ranks.items()]
 
 
 def _task(check: Callable[..., Any], kwargs: dict[str, Any], world_size: int, world_key: str) -> Task:

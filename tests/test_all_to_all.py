@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,11 @@ def arrays_of(library: str) -> None:
         theirs = np.full((len(output), 4, 2), -1.0)
         read_only = np.asfortranarray(input.numpy())
         read_only.flags.writeable = False
-        a2a.all_to_all_single(theirs[..., 1], read_only, exchange.received(rank), exchange.sent(rank))
+        torch.set_warn_always(True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # an input is only read: nothing to warn of
+            a2a.all_to_all_single(theirs[..., 1], read_only, exchange.received(rank), exchange.sent(rank))
+        torch.set_warn_always(False)
         assert (theirs[..., 0] == -1.0).all()
         output = torch.from_numpy(theirs[..., 1].copy())
     elif library == "dlpack":
@@ -283,6 +288,20 @@ def in_two_domains() -> None:
         assert comm.topology == topology
         for seed in range(5):
             run_single(Exchange(random_splits(4, seed)), comm)
+
+
+def in_place(offset: int) -> None:
+    """Output and input share memory; `offset` elements apart."""
+    rank = dist.get_rank()
+    exchange = Exchange(even_splits(2, 1000), (), torch.int32)
+    with a2a.communicator() as comm:
+        for memory in (torch.empty(4000, dtype=torch.int32), comm.empty((4000,), torch.int32)):
+            input, output = memory[:2000], memory[offset : 2000 + offset]
+            input.copy_(exchange.input(rank))
+            dist.barrier()
+            a2a.all_to_all_single(output, input, group=comm)
+            assert_same_bits(output, exchange.expected(rank))
+            dist.barrier()
 
 
 def with_gradients_and_modes() -> None:
@@ -437,6 +456,11 @@ def test_subgroups_exchange_at_once_as_their_first_collective(world: World) -> N
 @pytest.mark.ranks(4)
 def test_two_domains_of_two_ranks(world: World) -> None:
     world.run(in_two_domains)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 1000, 1999, 2000])
+def test_output_and_input_may_share_memory(world: World, offset: int) -> None:
+    world.run(in_place, offset=offset)
 
 
 def test_gradients_are_not_recorded_and_modes_do_not_matter(world: World) -> None:

@@ -200,14 +200,23 @@ def two_communicators(calls: int, async_op: bool) -> None:
         comm.close()
 
 
-def close_finishes_what_was_started() -> None:
+def closed_in_flight(peer_comes: bool) -> None:
     rank = dist.get_rank()
     exchanges = [Exchange(random_splits(2, call), (100,), salt=call) for call in range(10)]
-    with a2a.communicator() as comm:
-        started = [start(exchange, comm) for exchange in exchanges]
-    for exchange, (output, work) in zip(exchanges, started, strict=True):
-        assert work.wait() is True
-        assert_same_bits(output, exchange.expected(rank))
+    comm = a2a.communicator()
+    started = [start(exchange, comm) for exchange in exchanges] if peer_comes or rank == 0 else []
+    begin = time.monotonic()
+    comm.close()
+    for exchange, (output, work) in zip(exchanges, started, strict=False):
+        assert work.is_completed()
+        try:
+            work.wait()
+        except a2a.A2AError as error:
+            assert "closed" in str(error)
+        else:
+            assert_same_bits(output, exchange.expected(rank))
+    assert time.monotonic() - begin < 5
+    dist.barrier()
 
 
 @pytest.mark.parametrize("op", ["single", "lists"])
@@ -257,5 +266,6 @@ def test_two_communicators_work_at_once_from_two_threads(world: World, async_op:
     world.run(two_communicators, calls=60, async_op=async_op)
 
 
-def test_closing_finishes_what_was_started(world: World) -> None:
-    world.run(close_finishes_what_was_started)
+@pytest.mark.parametrize("peer_comes", [True, False])
+def test_closing_ends_what_is_in_flight_with_its_result_or_an_error(world: World, peer_comes: bool) -> None:
+    world.run(closed_in_flight, peer_comes=peer_comes)

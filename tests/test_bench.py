@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import a2a
 from a2a.cli.exchanges import Exchange, memcpy_contender
 from a2a.cli.moe_contenders import MoeCase, Outcome, copies_contender, factor, wrong
 from a2a.measure import Cell, Contender, Control, Line, Timing, alternate, percentile
@@ -46,7 +48,11 @@ def script(name: str) -> ModuleType:
 
 
 def run(*words: str, timeout: float = 80) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(a2a.__file__).parent.parent)}  # the a2a that is tested here
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ measure
@@ -54,7 +60,13 @@ def run(*words: str, timeout: float = 80) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("samples", "percent", "expected"),
-    [([3.0], 50, 3.0), ([4.0, 1.0], 50, 2.5), ([3.0, 1.0, 2.0], 50, 2.0), (range(1, 101), 99, 99.0), ([5.0, 7.0], 99, 7.0)],
+    [
+        ([3.0], 50, 3.0),
+        ([4.0, 1.0], 50, 2.5),
+        ([3.0, 1.0, 2.0], 50, 2.0),
+        (range(1, 101), 99, 99.0),
+        ([5.0, 7.0], 99, 7.0),
+    ],
 )
 def test_percentiles_are_nearest_ranks_and_the_median_the_middle(samples: Any, percent: float, expected: float) -> None:
     assert percentile([float(sample) for sample in samples], percent) == expected
@@ -170,9 +182,11 @@ def test_an_exchange_knows_right_from_wrong(op: str, dtype: torch.dtype) -> None
     flipped = received.clone()
     flipped.view(torch.uint8)[7] ^= 1
     assert exchanges[1].wrong(flipped) == 1
-    assert exchanges[1].wrong(torch.cat([pieces[0].view(torch.uint8) for pieces in sent]).view(dtype)[: len(received)]) if (
-        op == "all_to_all"
-    ) else True
+    assert (
+        exchanges[1].wrong(torch.cat([pieces[0].view(torch.uint8) for pieces in sent]).view(dtype)[: len(received)])
+        if (op == "all_to_all")
+        else True
+    )
 
 
 def test_uneven_exchanges_are_uneven_and_send_every_byte() -> None:

@@ -48,8 +48,8 @@ def test_equal_wirings_are_equal_however_they_are_listed(topology: Topology, ran
         Domain(domain.ranks[::-1], domain.kind, domain.host, domain.rack, domain.cores)
         for domain in topology.domains[::-1]
     )
-    silent = [Link(link.latency_us, link.bandwidth_GBps) for link in (topology.scale_up, topology.scale_out)]
-    other = Topology(backwards, *silent, notes=("something else",))
+    up, out = (Link(link.latency_us, link.bandwidth_GBps) for link in (topology.scale_up, topology.scale_out))
+    other = Topology(backwards, up, out, notes=("something else",))
     assert other == topology
     assert hash(other) == hash(topology)
     assert len({other, topology}) == 1

@@ -42,7 +42,11 @@ V1, V2 = "cgroup cgroup rw,cpu,cpuacct", "cgroup2 cgroup2 rw"
             "0::/a", [("/", "/cg", V2)], {"cg/a/b/cpu.max": "1 1", "cg/a/x": ""}, None, id="v2-not-those-below"
         ),
         pytest.param(
-            "0::/../../x", [("/", "/cg", V2)], {"cg/cpu.max": "200000 100000"}, 2.0, id="v2-path-outside-the-namespace"
+            "0::/../x",
+            [("/", "/cg", V2)],
+            {"cg/cpu.max": "200000 100000", "x/cpu.max": "100000 100000"},
+            2.0,
+            id="v2-path-outside-the-namespace",
         ),
         pytest.param(
             "0::/pod/me", [("/pod/me", "/cg", V2)], {"cg/cpu.max": "50000 100000"}, 0.5, id="v2-only-its-part-mounted"
@@ -66,9 +70,9 @@ V1, V2 = "cgroup cgroup rw,cpu,cpuacct", "cgroup2 cgroup2 rw"
             id="v1-no-limit",
         ),
         pytest.param(
-            "4:memory:/job\n5:cpuset:/job",
-            [("/", "/cg", "cgroup cgroup rw,memory"), ("/", "/cs", "cgroup cgroup rw,cpuset")],
-            {"cg/job/cpu.cfs_quota_us": "100000", "cg/job/cpu.cfs_period_us": "100000"},
+            "4:memory:/job\n5:cpuset:/job\n6:cpu:/job",
+            [("/", "/cm", "cgroup cgroup rw,memory"), ("/", "/cs", "cgroup cgroup rw,cpuset"), ("/", "/cg", V1)],
+            {"cm/job/cpu.cfs_quota_us": "100000", "cm/job/cpu.cfs_period_us": "100000"},
             None,
             id="v1-other-controllers-do-not-count",
         ),

@@ -67,8 +67,7 @@ def demo(
     from a2a.cli import demo as command
     from a2a.topology import local_facts
 
-    if top_k > experts:
-        raise ValueError(f"--top-k {top_k} is more than --experts {experts}")
+    check_top_k(top_k, experts)
     request = command.Request(tokens, hidden, experts, top_k, repeat)
     return command.run(request, ranks, default_ranks=4 if local_facts().cores >= 4 else 2)
 
@@ -155,6 +154,35 @@ def bench(
         seed=seed,
     )
     return command.run(request, ranks, json, plot)
+
+
+@app.command()
+def plan(
+    op: Op,
+    ranks: Ranks = None,
+    sizes: Sizes = "1M",
+    dtype: Dtype = "float32",
+    tokens: Tokens = 1024,
+    hidden: Hidden = 1024,
+    experts: Experts = 32,
+    top_k: TopK = 4,
+    json: Json = None,
+) -> int:
+    """Which algorithm an op takes here, why, why not the others, and what it should cost."""
+    from a2a.cli import plan as command
+
+    (op,) = parse.words(op, command.OPS, "OP") or [""]
+    check_top_k(top_k, experts)
+    request = command.Request(
+        op, tuple(parse.sizes(sizes)), tuple(parse.dtype_names(dtype)), tokens, hidden, experts, top_k
+    )
+    return command.run(request, ranks, json)
+
+
+def check_top_k(top_k: int, experts: int) -> None:
+    """Raise ValueError for more experts a token than there are."""
+    if top_k > experts:
+        raise ValueError(f"--top-k {top_k} is more than --experts {experts}")
 
 
 def _with_algorithm(op: str, algorithm: str) -> None:

@@ -165,7 +165,7 @@ def _check(request: Request, comm: a2a.Communicator, control: Control) -> dict[s
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64) * shape[-2] ** -0.5
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) / float(shape[-2]) ** 0.5
 
     feed = 64
     dense = _Weights(random(hidden, experts), random(experts, hidden, feed), random(experts, feed, hidden))
@@ -186,14 +186,16 @@ def _check(request: Request, comm: a2a.Communicator, control: Control) -> dict[s
     rows, rows_per_expert, routing = layer.dispatch(x, ids, weights)
     outputs = [
         torch.nn.functional.gelu(of_expert @ up) @ down
-        for of_expert, up, down in zip(rows.split(rows_per_expert.tolist()), mine.up_EHF, mine.down_EFH, strict=True)
+        for of_expert, up, down in zip(
+            torch.split(rows, rows_per_expert.tolist()), mine.up_EHF, mine.down_EFH, strict=True
+        )
     ]
     y = layer.combine(torch.cat(outputs), routing)
-    y.backward(grad_all[comm.rank].float())
+    torch.autograd.backward(y, grad_all[comm.rank].float())
 
     leaves = [leaf.requires_grad_() for leaf in (dense.router_HE, dense.up_EHF, dense.down_EFH, x_all)]
     y_all = torch.stack([_dense(x_rank, dense, request.top_k) for x_rank in x_all])
-    y_all.backward(grad_all)
+    torch.autograd.backward(y_all, grad_all)
     router_grad = torch.tensor(control.total(mine.router_HE.grad.flatten().tolist())).view_as(dense.router_HE)  # type: ignore[union-attr]
     grads = [leaf.grad for leaf in leaves]
     return {

@@ -292,7 +292,19 @@ def _transports() -> Iterator[Fact]:
 
 
 def _algorithms() -> Iterator[Fact]:
-    yield from ()
+    import torch
+
+    from a2a.algorithms import candidates
+    from a2a.algorithms.base import Request as PlanRequest
+    from a2a.cli import plan
+    from a2a.comm import Communicator
+
+    moe = plan.moe_request(plan.Request("moe", (), (), tokens=64, hidden=64, experts=4, top_k=2), "float32", 1)
+    with Communicator(lambda _, payload: [payload], 0, 1) as comm:  # of this process alone
+        for algorithm in candidates():
+            request = moe if algorithm.op == "moe" else PlanRequest(algorithm.op, torch.float32, 1 << 20)
+            reason = algorithm.unsupported(request, comm)
+            yield Fact("off" if reason else "ok", algorithm.name, f"{algorithm.op}: {reason or 'can be used'}")
 
 
 def _variables() -> Iterator[Fact]:

@@ -78,7 +78,7 @@ class Exchange:
 
     def fill(self, tensor: Tensor) -> None:
         """Write what this rank sends."""
-        for peer, piece in enumerate(tensor.split(self.sends)):
+        for peer, piece in enumerate(torch.split(tensor, self.sends)):
             piece.copy_(self.pattern(self.rank, peer, len(piece)))
 
     def pattern(self, source: int, destination: int, count: int) -> Tensor:
@@ -89,7 +89,7 @@ class Exchange:
     def wrong(self, output: Tensor) -> int:
         """How many elements of `output` are not, bit for bit, what this rank should have received."""
         count = 0
-        for peer, piece in enumerate(output.split(self.receives)):
+        for peer, piece in enumerate(torch.split(output, self.receives)):
             expected = _bytes(self.pattern(peer, self.rank, len(piece)))
             differs = (_bytes(piece) != expected).view(-1, self.dtype.itemsize)
             count += int(differs.any(dim=1).sum())

@@ -208,7 +208,7 @@ def copies_contender(case: MoeCase, rank: int) -> Contender:
     num_rows = len(case.expected_rows(rank)[0])
     rows = torch.ones(num_rows, case.hidden, dtype=case.dtype)
     tokens = torch.ones(max(case.tokens, 1), case.hidden, dtype=case.dtype)
-    pieces = [(piece, tokens[: len(piece)]) for piece in rows.split(max(case.tokens, 1))]
+    pieces = [(piece, tokens[: len(piece)]) for piece in torch.split(rows, max(case.tokens, 1))]
 
     def write() -> None:
         for piece, some in pieces:

@@ -7,6 +7,7 @@ each side makes the rows expert-major: (expert, source rank, token, k), the orde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ class GlooMoe:
         mine = [self.experts[self.rank]] * self.world_size
         dist.all_to_all_single(theirs, counts, mine, self.experts, group=self.group)
         counts_RE = theirs.view(self.world_size, -1)
-        send_splits: list[int] = [int(piece.sum()) for piece in counts.split(self.experts)]
+        send_splits: list[int] = [int(piece.sum()) for piece in torch.split(counts, self.experts)]
         receive_splits: list[int] = counts_RE.sum(1).tolist()
         local = torch.arange(self.experts[self.rank]).repeat(self.world_size)
         expert_order = torch.argsort(torch.repeat_interleave(local, theirs), stable=True)
@@ -62,19 +63,18 @@ class GlooMoe:
             receive_splits,
             counts_RE.sum(0),
         )
-        sent = _Spread.apply(x_TH, route)
-        received = _Exchange.apply(sent, send_splits, receive_splits, self.group)
-        rows: Tensor = _Permute.apply(received, route.expert_order, route.expert_inverse)
+        sent = _spread(x_TH, route)
+        received = _exchange(sent, send_splits, receive_splits, self.group)
+        rows = _permute(received, route.expert_order, route.expert_inverse)
         return rows, route
 
     def combine(self, rows_RH: Tensor, topk_weights_TK: Tensor, route: Route) -> Tensor:
         """Send the experts' rows home and sum each token's, weighted."""
-        returning = _Permute.apply(rows_RH, route.expert_inverse, route.expert_order)
-        returned = _Exchange.apply(returning, route.receive_splits, route.send_splits, self.group)
-        picked = _Permute.apply(returned, route.sent_inverse, route.sent_order)
+        returning = _permute(rows_RH, route.expert_inverse, route.expert_order)
+        returned = _exchange(returning, route.receive_splits, route.send_splits, self.group)
+        picked = _permute(returned, route.sent_inverse, route.sent_order)
         by_token = picked.view(-1, route.top_k, rows_RH.shape[1])
-        y_TH: Tensor = _WeightedSum.apply(by_token, topk_weights_TK)
-        return y_TH
+        return _weighted(by_token, topk_weights_TK)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class _Exchange(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send, receive, group = ctx.splits
         output = grad.new_empty((sum(send), *grad.shape[1:]))
         dist.all_to_all_single(output, grad.contiguous(), send, receive, group=group)
@@ -108,7 +108,7 @@ class _Permute(torch.autograd.Function):
         return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
 
@@ -122,7 +122,7 @@ class _Spread(torch.autograd.Function):
         return x_TH.index_select(0, route.sent_order // route.top_k)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
         return _sum_over_k(grad.index_select(0, route.sent_inverse).view(-1, route.top_k, grad.shape[1])), None
 
@@ -136,10 +136,16 @@ class _WeightedSum(torch.autograd.Function):
         return _weighted_sum(rows_TKH, weights_TK.to(rows_TKH.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor]:
         rows_TKH, weights_TK = ctx.saved_tensors
         grad_rows = weights_TK.to(rows_TKH.dtype).unsqueeze(2) * grad_TH.unsqueeze(1)
         return grad_rows, _dots(rows_TKH, grad_TH).to(weights_TK.dtype)
+
+
+_exchange: Callable[..., Tensor] = _Exchange.apply
+_permute: Callable[..., Tensor] = _Permute.apply
+_spread: Callable[..., Tensor] = _Spread.apply
+_weighted: Callable[..., Tensor] = _WeightedSum.apply
 
 
 # What is fastest on a CPU differs by dtype: matrix products and reductions are quick in float32, up to seven times slower

@@ -106,7 +106,7 @@ def join(started: Launch) -> None:
     else:
         address, port, store = _meet_over_mpi(started)
     if store is None:
-        store = dist.TCPStore(address, port, started.world_size, started.rank == 0, timeout)
+        store = _tcp_store(address, port, started.world_size, started.rank == 0)
     dist.init_process_group("gloo", store=store, rank=started.rank, world_size=started.world_size, timeout=timeout)
 
 
@@ -174,10 +174,16 @@ def _ignore(_: dict[str, Any]) -> None:
     """What ranks other than 0 emit goes nowhere."""
 
 
-def _meet_over_mpi(started: Launch) -> tuple[str, int, Any]:
-    """Let rank 0 open a store and tell the others where, through mpi4py."""
+def _tcp_store(address: str, port: int, ranks: int, serve: bool) -> Any:
+    """A key-value store that rank 0 serves, at a free port if `port` is 0."""
     import torch.distributed as dist
 
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    return dist.TCPStore(address, port, ranks, serve, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _meet_over_mpi(started: Launch) -> tuple[str, int, Any]:
+    """Let rank 0 open a store and tell the others where, through mpi4py."""
     if started.launcher != "mpi":
         raise UnsupportedError(
             f"{started.launcher} has started {started.world_size} ranks but not said where they meet; set MASTER_ADDR "
@@ -188,8 +194,7 @@ def _meet_over_mpi(started: Launch) -> tuple[str, int, Any]:
     address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
     store = None
     if started.rank == 0:
-        timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-        store = dist.TCPStore(address, 0, started.world_size, True, timeout, wait_for_workers=False)
+        store = _tcp_store(address, 0, started.world_size, True)
     port = comm.bcast(store.port if store is not None else 0)
     return address, int(port), store
 
@@ -215,12 +220,13 @@ def _spawned(work: Work, options: Any, ranks: int, receive: Emit) -> None:
     end = float("inf")
     try:
         while pipes and time.monotonic() < end:
-            for pipe in multiprocessing.connection.wait(list(pipes), timeout=0.5):
-                rank = pipes[pipe]  # type: ignore[index]
+            ready: list[Any] = multiprocessing.connection.wait(list(pipes), timeout=0.5)
+            for pipe in ready:
+                rank = pipes[pipe]
                 try:
-                    message = pipe.recv()  # type: ignore[union-attr]
+                    message = pipe.recv()
                 except EOFError:
-                    del pipes[pipe]  # type: ignore[arg-type]
+                    del pipes[pipe]
                     processes[rank].join()
                     if processes[rank].exitcode and failure is None:
                         failure = rank, _describe_exit(processes[rank].exitcode)
@@ -254,13 +260,13 @@ def _rank_main(rank: int, ranks: int, work: Work, options: Any, pipe: Connection
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
         if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, ranks, True, timeout, wait_for_workers=False)
+            store = _tcp_store("127.0.0.1", 0, ranks, True)
             for _ in range(ranks - 1):
                 ports.put(store.port)
         else:
-            store = dist.TCPStore("127.0.0.1", ports.get(), ranks, False, timeout)
+            store = _tcp_store("127.0.0.1", ports.get(), ranks, False)
+        timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
         work(options, pipe.send if rank == 0 else _ignore)
         leave()

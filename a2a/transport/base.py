@@ -73,8 +73,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def alloc(self, num_bytes: int, what: str) -> SymmetricBuffer:
-        """Allocate symmetric memory. Collective: ranks that disagree on `what` or `num_bytes` raise MismatchError."""
+    def alloc(self, num_bytes: int, what: str, *, touch: bool = True) -> SymmetricBuffer:
+        """Allocate symmetric memory. Collective: ranks that disagree on `what` or `num_bytes` raise MismatchError.
+
+        With `touch`, its pages are there before anybody uses them; without, they come as they are written.
+        """
 
     @abstractmethod
     def tensor(self, buffer: SymmetricBuffer) -> torch.Tensor:

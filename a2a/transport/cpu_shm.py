@@ -183,7 +183,7 @@ class CpuShm(Transport):
 
     # ---- memory
 
-    def alloc(self, num_bytes: int, what: str) -> SymmetricBuffer:
+    def alloc(self, num_bytes: int, what: str, *, touch: bool = True) -> SymmetricBuffer:
         num_bytes = -(-max(num_bytes, 1) // _PAGE) * _PAGE
         self._agree(num_bytes, what)
         for arena in self._arenas:
@@ -195,9 +195,10 @@ class CpuShm(Transport):
         arena.blocks[offset] = num_bytes
         pointer: int | None = self._lib.a2a_pool_take_at(arena.pool, offset, num_bytes)
         assert pointer is not None, "the ranks agreed on a block that is in use here"
-        self._lib.a2a_populate(pointer, num_bytes)
+        if touch:
+            self._lib.a2a_populate(pointer, num_bytes)
         self._barrier("alloc")
-        for peer in range(self.world_size):
+        for peer in range(self.world_size if touch else 0):
             if peer != self.rank:  # page tables only: the pages are there
                 self._lib.a2a_populate(arena.base + peer * arena.stride + offset, num_bytes)
         return SymmetricBuffer((arena.segment + 1) << 48 | offset, pointer, num_bytes)

@@ -1,0 +1,157 @@
+"""What the algorithms of ExpertParallel share: the specification of an instance, and what a dispatch returns.
+
+Legend of shape suffixes: T tokens of this rank, K experts per token, H hidden, E experts, L experts of this rank, R received rows
+(padding included), U distinct received tokens.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from a2a.algorithms.base import Algorithm, Request
+
+if TYPE_CHECKING:
+    from a2a.comm import Communicator
+
+WIRE_BLOCK = {"fp8": 128, "mxfp8": 32}
+SCALE_DTYPE = {"fp8": torch.float32, "mxfp8": torch.float8_e8m0fnu}
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """The arguments of an ExpertParallel, checked, equal on all ranks. See a2a.ExpertParallel for their meaning."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+    dtype: torch.dtype
+    expert_alignment: int
+    max_rows: int | None
+    overflow: str
+    wire: str | None
+    rows: str
+    layout: str
+    expert_to_rank: tuple[int, ...]
+    wire_combine: str | None
+
+    def local_experts(self, rank: int) -> int:
+        """How many experts `rank` holds."""
+        return self.expert_to_rank.count(rank)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.dtype.itemsize
+
+    def most_rows(self, rank: int, world_size: int) -> int:
+        """The most rows that `rank` can receive, padding included: all tokens of all ranks to its experts."""
+        if self.max_rows is not None:
+            return self.max_rows
+        local = self.local_experts(rank)
+        if local == 0:
+            return 0
+        return world_size * self.max_tokens * self.top_k + local * (self.expert_alignment - 1)
+
+    @property
+    def scale_blocks(self) -> int:
+        """Scales of a row on the wire."""
+        return -(-self.hidden // WIRE_BLOCK[self.wire]) if self.wire else 0
+
+    def request(self) -> Request:
+        """What the planner is asked."""
+        detail = (
+            ("layout", self.layout),
+            ("most_row_bytes", self.row_bytes * max(self.max_rows or 0, self.max_tokens * self.top_k)),
+            ("rows", self.rows),
+            ("top_k", self.top_k),
+            ("wire", self.wire),
+        )
+        return Request("moe", self.dtype, self.max_tokens * self.row_bytes, detail)
+
+    def describe(self) -> str:
+        """One line for errors that compare ranks."""
+        short = str(self.dtype).removeprefix("torch.")
+        text = f"ExpertParallel(num_experts={self.num_experts}, top_k={self.top_k}, hidden={self.hidden}, "
+        text += f"max_tokens={self.max_tokens}, {short}"
+        rest = {
+            "alignment": self.expert_alignment if self.expert_alignment != 1 else None,
+            "max_rows": self.max_rows,
+            "overflow": self.overflow if self.overflow != "raise" else None,
+            "wire": self.wire,
+            "rows": self.rows if self.rows != "dtype" else None,
+            "layout": self.layout if self.layout != "expert" else None,
+            "wire_combine": self.wire_combine,
+        }
+        return text + "".join(f", {key}={value}" for key, value in rest.items() if value is not None) + ")"
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch returns, in the order of the torch.library op."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor
+    rows_per_expert_L: torch.Tensor
+    offsets_L: torch.Tensor
+    row_weights_R: torch.Tensor
+    row_rank_R: torch.Tensor
+    row_token_R: torch.Tensor
+    row_k_R: torch.Tensor
+    row_index_R: torch.Tensor
+    overflow: torch.Tensor
+    topk_ids_TK: torch.Tensor
+
+
+class MoeExchange:
+    """A live exchange of one ExpertParallel: its buffers and its four collectives. Arguments are contiguous and checked."""
+
+    @abstractmethod
+    def dispatch(self, x_TH: torch.Tensor, scales: torch.Tensor | None, topk_ids_TK: torch.Tensor,
+                 weights_TK: torch.Tensor | None) -> Dispatched:  # fmt: skip
+        """Send every token to the ranks of its experts."""
+
+    @abstractmethod
+    def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, row_rank_R: torch.Tensor, row_token_R: torch.Tensor,
+                num_tokens: int) -> torch.Tensor:  # fmt: skip
+        """Sum every token's rows, wherever they are, into [num_tokens, hidden] on the rank that owns the token."""
+
+    @abstractmethod
+    def combine_backward(self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None,
+                         row_rank_R: torch.Tensor, row_token_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(grad_rows_RH, grad_weights_R); the second is zero where `rows_RH` is None."""
+
+    @abstractmethod
+    def dispatch_backward(self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...],
+                          num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(grad_TH, grad_weights_TK in float32). `routing`: row rank, token, k and index, each [R]."""
+
+    @abstractmethod
+    def refuse(self, op: str, why: str) -> None:
+        """Tell the peers that this rank can't make its call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the buffers back. Idempotent, local."""
+
+
+class Moe(Algorithm):
+    """A way to move Mixture-of-Experts tokens."""
+
+    op: ClassVar[str] = "moe"
+
+    @abstractmethod
+    def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
+        """Make the buffers. Collective; ranks whose specs differ raise MismatchError."""
+
+
+def routed_bytes(request: Request, comm: Communicator) -> tuple[int, int]:
+    """(bytes of expert-major rows, bytes of tokens sent once a rank) that a rank moves under uniform routing."""
+    top_k, ranks = int(request.get("top_k")), comm.world_size
+    distinct = ranks * (1 - (1 - 1 / ranks) ** top_k)
+    return request.num_bytes * top_k, int(request.num_bytes * distinct)
+
+
+__all__ = ["SCALE_DTYPE", "WIRE_BLOCK", "Dispatched", "Moe", "MoeExchange", "MoeSpec", "routed_bytes"]

@@ -1,0 +1,220 @@
+"""Mixture of Experts through bounded rings in shared memory.
+
+Dispatch: a rank stores each of its tokens once into its publication ring, and every rank copies from there what its experts
+need, into ordinary memory. Combine: a rank sums the rows that it holds of a token and stores the sum into the ring of the token's
+owner, who adds the ranks' sums in rank order. Both are cut into units that fit a ring slot, so that the memory in between
+stays the same for any number of tokens. csrc/cpu/moe_*.cpp have the protocols.
+
+Wins with a wire format (a token is quantised once, whatever its number of experts), with `layout="compact"`, and where rows
+must lie in ordinary memory. Otherwise `direct` moves fewer bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeExchange, MoeSpec, routed_bytes
+from a2a.errors import RowOverflowError
+from a2a.kernels import cpu
+
+if TYPE_CHECKING:
+    from a2a.comm import Communicator
+
+_DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
+_OVERFLOW = 6  # Cause in csrc/cpu/signal.h
+
+
+class MoeStaged(Moe):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "staged"
+
+    def unsupported(self, request: Request, comm: Communicator) -> str | None:
+        if comm.transport is None:
+            return "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
+        if comm.transport.device_type != "cpu":
+            return f"its kernels run on CPUs; this communicator's memory is on {comm.transport.device_type}"
+        if request.dtype not in _DTYPE:
+            return f"its kernels sum bfloat16, float16 and float32; this is {request.dtype}"
+        return None
+
+    def cost(self, request: Request, comm: Communicator) -> Cost:
+        rows, distinct = routed_bytes(request, comm)
+        return Cost(steps=2, scale_up_bytes=distinct, copied_bytes=rows + request.num_bytes)
+
+    def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
+        return SharedMemoryExchange(comm, spec)
+
+
+class SharedMemoryExchange(MoeExchange):
+    """The CPU kernels of one ExpertParallel; `staged` and `direct` differ only in where dispatched rows lie."""
+
+    def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
+        self._lib, self._comm, self._spec = cpu.lib(), comm, spec
+        self._transport = comm.require_transport("ExpertParallel")
+        counts = 2 * (-(-(spec.num_experts + comm.world_size) * 4 // 64) * 64)
+        self._what = spec.describe() + f" #{hash(spec.expert_to_rank) & 0xFFFFFF:x}"
+        self._counts = self._transport.alloc(counts, self._what)
+        owners = (ctypes.c_int32 * spec.num_experts)(*spec.expert_to_rank)
+        self._moe: int | None = self._lib.a2a_moe_create(
+            comm.handle, spec.num_experts, spec.top_k, spec.hidden, spec.max_tokens, _DTYPE[spec.dtype], spec.expert_alignment,
+            _WIRE[spec.wire], int(spec.wire_combine == "float32" and spec.dtype != torch.float32), owners, self._counts.address,
+        )  # fmt: skip
+        self._local = spec.local_experts(comm.rank)
+        self._requests = {
+            op: self._transport.request(f"{op}|{self._what}", 0, f"{op} of {spec.describe()}")
+            for op in ("dispatch", "combine", "dispatch_backward", "combine_backward")
+        }
+
+    # ---- where rows go; moe_direct overrides these
+
+    def _reserve(self) -> tuple[int, int] | None:
+        """(pointer, symmetric address) of room for the most rows, before it is known how many come; None: ordinary memory."""
+        return None
+
+    def _keep(self, pointer: int, num_bytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _unreserve(self, pointer: int) -> None:
+        raise NotImplementedError
+
+    # ---- collectives
+
+    def dispatch(self, x_TH: torch.Tensor, scales: torch.Tensor | None, topk_ids_TK: torch.Tensor,
+                 weights_TK: torch.Tensor | None) -> Dispatched:  # fmt: skip
+        spec, request, num_tokens = self._spec, self._requests["dispatch"], topk_ids_TK.shape[0]
+        ids_bytes = topk_ids_TK.element_size()
+        reserved = self._reserve()
+        counts = (ctypes.c_int64 * (3 + self._local))()
+        result = self._lib.a2a_moe_count(
+            self._moe, request, topk_ids_TK.data_ptr(), ids_bytes, num_tokens, reserved[1] if reserved else 0, counts
+        )
+        if result:
+            if reserved:
+                self._unreserve(reserved[0])
+            if result == cpu.INVALID:
+                token, k, bad = counts[0], counts[1], counts[2]
+                raise ValueError(
+                    f"dispatch: topk_ids_TK[{token}, {k}] is {bad}; expert ids are 0 to {spec.num_experts - 1}, or -1 for none"
+                )
+            self._comm.raise_failure(result, "dispatch")
+        # The context is locked from here to the end of a2a_moe_dispatch.
+        try:
+            padded, true, distinct = counts[0], counts[1], counts[2]
+            if spec.max_rows is not None and padded > spec.max_rows and spec.overflow == "raise":
+                message = (
+                    f"dispatch: rank {self._comm.rank} received {true} rows ({padded} with padding), above "
+                    f"max_rows={spec.max_rows}; raise max_rows, or pass overflow='drop'"
+                )
+                self._transport.fail(_OVERFLOW, message)
+                raise RowOverflowError(message)
+            out, where = self._outputs(padded, distinct, reserved)
+        except BaseException:
+            self._lib.a2a_moe_abort(self._moe)
+            if reserved:
+                self._unreserve(reserved[0])
+            raise
+        result = self._lib.a2a_moe_dispatch(
+            self._moe, request, x_TH.data_ptr(), scales.data_ptr() if scales is not None else None, topk_ids_TK.data_ptr(),
+            ids_bytes, weights_TK.data_ptr() if weights_TK is not None else None, num_tokens, ctypes.byref(where),
+        )  # fmt: skip
+        if result:
+            self._comm.raise_failure(result, "dispatch")
+        true_counts = torch.tensor(counts[3 : 3 + self._local], dtype=torch.int32)
+        return out._replace(rows_per_expert_L=true_counts, topk_ids_TK=topk_ids_TK.to(torch.int32, copy=True))
+
+    def _outputs(self, padded: int, distinct: int, reserved: tuple[int, int] | None) -> tuple[Dispatched, cpu.MoeRows]:
+        """Allocate what a dispatch returns, and say where its parts lie."""
+        spec = self._spec
+        capacity = padded if spec.max_rows is None else spec.max_rows
+        compact = spec.layout == "compact"
+        height = capacity
+        if compact:
+            most = self._comm.world_size * spec.max_tokens
+            height = distinct if spec.max_rows is None else min(spec.max_rows, most)
+        wire_rows = spec.rows == "wire"
+        scales = torch.empty(0)
+        if wire_rows:
+            assert spec.wire is not None
+            rows = torch.empty(height, spec.hidden, dtype=torch.float8_e4m3fn)
+            scales = torch.empty(height, spec.scale_blocks, dtype=SCALE_DTYPE[spec.wire])
+        elif reserved is not None:
+            flat = self._keep(reserved[0], height * spec.row_bytes)
+            rows = flat[: height * spec.row_bytes].view(spec.dtype).view(height, spec.hidden)
+        else:
+            rows = torch.empty(height, spec.hidden, dtype=spec.dtype)
+        ints = [torch.empty(capacity, dtype=torch.int32) for _ in range(3)]
+        index = torch.empty(capacity if compact else 0, dtype=torch.int32)
+        offsets = torch.empty(self._local, dtype=torch.int32)
+        overflow = torch.zeros(1, dtype=torch.int32)
+        weights = torch.empty(capacity)
+        where = cpu.MoeRows(
+            rows=rows.data_ptr(), scales=scales.data_ptr(), weights=weights.data_ptr(), rank=ints[0].data_ptr(),
+            token=ints[1].data_ptr(), k=ints[2].data_ptr(), index=index.data_ptr(), offsets=offsets.data_ptr(),
+            overflow=overflow.data_ptr(), capacity=capacity, compact_capacity=height,
+            limit=-1 if spec.max_rows is None else spec.max_rows, rows_wire=wire_rows, compact=compact,
+            direct=reserved is not None,
+        )  # fmt: skip
+        return Dispatched(rows, scales, offsets, offsets, weights, *ints, index, overflow, offsets), where
+
+    def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, row_rank_R: torch.Tensor, row_token_R: torch.Tensor,
+                num_tokens: int) -> torch.Tensor:  # fmt: skip
+        y = torch.empty(num_tokens, self._spec.hidden, dtype=self._spec.dtype)
+        result = self._lib.a2a_moe_combine(
+            self._moe, self._requests["combine"], rows_RH.data_ptr(), row_rank_R.shape[0], _pointer(weights_R),
+            row_rank_R.data_ptr(), row_token_R.data_ptr(), None, None, None, y.data_ptr(), None, num_tokens,
+        )  # fmt: skip
+        if result:
+            self._comm.raise_failure(result, "combine")
+        return y
+
+    def combine_backward(self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None,
+                         row_rank_R: torch.Tensor, row_token_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        num_rows = row_rank_R.shape[0]
+        grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype)
+        grad_weights = torch.zeros(num_rows) if rows_RH is None else torch.empty(num_rows)
+        result = self._lib.a2a_moe_spread(
+            self._moe, self._requests["combine_backward"], grad_TH.data_ptr(), grad_TH.shape[0], _pointer(rows_RH), num_rows,
+            _pointer(weights_R), row_rank_R.data_ptr(), row_token_R.data_ptr(), grad_rows.data_ptr(),
+            None if rows_RH is None else grad_weights.data_ptr(),
+        )  # fmt: skip
+        if result:
+            self._comm.raise_failure(result, "combine_backward")
+        return grad_rows, grad_weights
+
+    def dispatch_backward(self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...],
+                          num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        rank, token, k, index = routing
+        grad_x = torch.empty(num_tokens, self._spec.hidden, dtype=self._spec.dtype)
+        grad_weights = torch.empty(num_tokens, self._spec.top_k)
+        result = self._lib.a2a_moe_combine(
+            self._moe, self._requests["dispatch_backward"], grad_rows.data_ptr(), rank.shape[0], None, rank.data_ptr(),
+            token.data_ptr(), k.data_ptr(), index.data_ptr() if self._spec.layout == "compact" else None,
+            grad_weights_R.data_ptr(), grad_x.data_ptr(), grad_weights.data_ptr(), num_tokens,
+        )  # fmt: skip
+        if result:
+            self._comm.raise_failure(result, "dispatch_backward")
+        return grad_x, grad_weights
+
+    def refuse(self, op: str, why: str) -> None:
+        if self._moe is not None and not self._comm.closed:
+            self._lib.a2a_refuse(self._comm.handle, self._requests[op], why.encode()[:1000])
+
+    def close(self) -> None:
+        if self._moe is not None:
+            self._lib.a2a_moe_destroy(self._moe)
+            self._moe = None
+            self._transport.release(self._counts)
+
+
+def _pointer(tensor: torch.Tensor | None) -> Any:
+    """Null for None, and never null for a tensor: an empty one has no address, but it is there."""
+    return None if tensor is None else tensor.data_ptr() or 1
+
+
+__all__ = ["MoeStaged", "SharedMemoryExchange"]
