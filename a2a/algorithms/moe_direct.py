@@ -1,6 +1,6 @@
 """Mixture of Experts with rows stored where they belong.
 
-Each rank keeps a pool of symmetric memory. Before a dispatch it sets aside room for the most rows that could come and sends the
+Each rank has a pool of symmetric memory. Before a dispatch it sets aside room for the most rows that could come and sends the
 address along with its counts; the sources then store every row into its final place, and only ids and weights go through the
 rings. Afterwards the room shrinks to what came, and belongs to the returned tensor until that dies. A rank whose pool is full
 asks to be staged for, this once; the others need not know more. Combine is that of `moe_staged`.
@@ -10,9 +10,7 @@ Wins whenever rows keep their dtype: every row is written once and nothing else 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from a2a.algorithms.base import Cost, Request
 from a2a.algorithms.moe_base import MoeExchange, MoeSpec, routed_bytes
@@ -21,8 +19,7 @@ from a2a.algorithms.moe_staged import MoeStaged, SharedMemoryExchange
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
-_WORST_CASES = 4  # what the pool holds, in dispatches in which everything comes to one rank
-_MOST_BYTES = 64 << 30  # address space of a rank's pool
+_MOST_BYTES = 64 << 30  # address space for one dispatch in which everything comes to one rank
 
 
 class MoeDirect(MoeStaged):
@@ -51,35 +48,13 @@ class MoeDirect(MoeStaged):
 
 
 class DirectExchange(SharedMemoryExchange):
-    """SharedMemoryExchange whose dispatched rows lie in a pool of symmetric memory."""
-
-    def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
-        super().__init__(comm, spec)
-        most = [spec.most_rows(rank, comm.world_size) * spec.row_bytes for rank in range(comm.world_size)]
-        self._most_bytes = most[comm.rank]
-        num_bytes = min(_WORST_CASES * max(most), max(max(most), _MOST_BYTES))
-        self._pool: Any = None
-        if num_bytes:
-            self._pool = self._transport.pool(self._transport.alloc(num_bytes, self._what + " (pool)", touch=False))
+    """SharedMemoryExchange whose peers store dispatched rows into its pool."""
 
     def _reserve(self) -> tuple[int, int] | None:
         if self._pool is None or self._most_bytes == 0:
             return None
         reserved: tuple[int, int] | None = self._pool.take(self._most_bytes)
         return reserved
-
-    def _keep(self, pointer: int, num_bytes: int) -> torch.Tensor:
-        kept: torch.Tensor = self._pool.tensor(pointer, num_bytes)
-        return kept
-
-    def _unreserve(self, pointer: int) -> None:
-        self._pool.give(pointer)
-
-    def close(self) -> None:
-        super().close()
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
 
 
 __all__ = ["DirectExchange", "MoeDirect"]

@@ -1,7 +1,7 @@
 """Mixture of Experts through bounded rings in shared memory.
 
 Dispatch: a rank stores each of its tokens once into its publication ring, and every rank copies from there what its experts
-need, into ordinary memory. Combine: a rank sums the rows that it holds of a token and stores the sum into the ring of the token's
+need. Combine: a rank sums the rows that it holds of a token and stores the sum into the ring of the token's
 owner, who adds the ranks' sums in rank order. Both are cut into units that fit a ring slot, so that the memory in between
 stays the same for any number of tokens. csrc/cpu/moe_*.cpp have the protocols.
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
 _OVERFLOW = 6  # Cause in csrc/cpu/signal.h
+_WORST_CASES = 4  # what the pool holds, in dispatches in which everything comes to one rank
+_MOST_POOL_BYTES = 64 << 30  # address space of a rank's pool; its pages come as they are written
+_TOUCH_BYTES = 64 << 20  # of it, the most that is touched when it is made
+_POOLED_BYTES = 256 << 10  # smaller matrices come from torch, whose allocator keeps them warm
 
 
 class MoeStaged(Moe):
@@ -66,22 +70,36 @@ class SharedMemoryExchange(MoeExchange):
             _WIRE[spec.wire], int(spec.wire_combine == "float32" and spec.dtype != torch.float32), owners, self._counts.address,
         )  # fmt: skip
         self._local = spec.local_experts(comm.rank)
+        most = [spec.most_rows(rank, comm.world_size) * spec.row_bytes for rank in range(comm.world_size)]
+        self._most_bytes = most[comm.rank]
+        self._pool: Any = None
+        if pool_bytes := min(_WORST_CASES * max(*most, spec.max_tokens * spec.row_bytes), max(*most, _MOST_POOL_BYTES)):
+            buffer = self._transport.alloc(pool_bytes, self._what + " (pool)", touch=False)
+            self._pool = self._transport.pool(buffer)
+            even = spec.max_tokens * spec.top_k * spec.row_bytes
+            self._lib.a2a_populate(buffer.pointer, min(pool_bytes, 2 * even, _TOUCH_BYTES))
         self._requests = {
             op: self._transport.request(f"{op}|{self._what}", 0, f"{op} of {spec.describe()}")
             for op in ("dispatch", "combine", "dispatch_backward", "combine_backward")
         }
 
-    # ---- where rows go; moe_direct overrides these
+    # ---- memory
 
     def _reserve(self) -> tuple[int, int] | None:
-        """(pointer, symmetric address) of room for the most rows, before it is known how many come; None: ordinary memory."""
+        """(pointer, symmetric address) of room for the most rows, before it is known how many come; None: none is needed."""
         return None
 
-    def _keep(self, pointer: int, num_bytes: int) -> torch.Tensor:
-        raise NotImplementedError
+    def _matrix(self, height: int) -> torch.Tensor:
+        """[height, hidden]. Large ones from the pool: fresh pages cost more than the copy that fills them."""
+        num_bytes = height * self._spec.row_bytes
+        block = self._pool.take(num_bytes) if self._pool is not None and num_bytes >= _POOLED_BYTES else None
+        if block is None:
+            return torch.empty(height, self._spec.hidden, dtype=self._spec.dtype)
+        return self._pooled(block[0], height)
 
-    def _unreserve(self, pointer: int) -> None:
-        raise NotImplementedError
+    def _pooled(self, pointer: int, height: int) -> torch.Tensor:
+        flat: torch.Tensor = self._pool.tensor(pointer, height * self._spec.row_bytes)
+        return flat.view(self._spec.dtype).view(height, self._spec.hidden)
 
     # ---- collectives
 
@@ -96,7 +114,7 @@ class SharedMemoryExchange(MoeExchange):
         )
         if result:
             if reserved:
-                self._unreserve(reserved[0])
+                self._pool.give(reserved[0])
             if result == cpu.INVALID:
                 token, k, bad = counts[0], counts[1], counts[2]
                 raise ValueError(
@@ -117,7 +135,7 @@ class SharedMemoryExchange(MoeExchange):
         except BaseException:
             self._lib.a2a_moe_abort(self._moe)
             if reserved:
-                self._unreserve(reserved[0])
+                self._pool.give(reserved[0])
             raise
         result = self._lib.a2a_moe_dispatch(
             self._moe, request, x_TH.data_ptr(), scales.data_ptr() if scales is not None else None, topk_ids_TK.data_ptr(),
@@ -144,10 +162,9 @@ class SharedMemoryExchange(MoeExchange):
             rows = torch.empty(height, spec.hidden, dtype=torch.float8_e4m3fn)
             scales = torch.empty(height, spec.scale_blocks, dtype=SCALE_DTYPE[spec.wire])
         elif reserved is not None:
-            flat = self._keep(reserved[0], height * spec.row_bytes)
-            rows = flat[: height * spec.row_bytes].view(spec.dtype).view(height, spec.hidden)
+            rows = self._pooled(reserved[0], height)
         else:
-            rows = torch.empty(height, spec.hidden, dtype=spec.dtype)
+            rows = self._matrix(height)
         ints = [torch.empty(capacity, dtype=torch.int32) for _ in range(3)]
         index = torch.empty(capacity if compact else 0, dtype=torch.int32)
         offsets = torch.empty(self._local, dtype=torch.int32)
@@ -164,7 +181,7 @@ class SharedMemoryExchange(MoeExchange):
 
     def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, row_rank_R: torch.Tensor, row_token_R: torch.Tensor,
                 num_tokens: int) -> torch.Tensor:  # fmt: skip
-        y = torch.empty(num_tokens, self._spec.hidden, dtype=self._spec.dtype)
+        y = self._matrix(num_tokens)
         result = self._lib.a2a_moe_combine(
             self._moe, self._requests["combine"], rows_RH.data_ptr(), row_rank_R.shape[0], _pointer(weights_R),
             row_rank_R.data_ptr(), row_token_R.data_ptr(), None, None, None, y.data_ptr(), None, num_tokens,
@@ -176,7 +193,7 @@ class SharedMemoryExchange(MoeExchange):
     def combine_backward(self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None,
                          row_rank_R: torch.Tensor, row_token_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         num_rows = row_rank_R.shape[0]
-        grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype)
+        grad_rows = self._matrix(num_rows)
         grad_weights = torch.zeros(num_rows) if rows_RH is None else torch.empty(num_rows)
         result = self._lib.a2a_moe_spread(
             self._moe, self._requests["combine_backward"], grad_TH.data_ptr(), grad_TH.shape[0], _pointer(rows_RH), num_rows,
@@ -190,7 +207,7 @@ class SharedMemoryExchange(MoeExchange):
     def dispatch_backward(self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...],
                           num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         rank, token, k, index = routing
-        grad_x = torch.empty(num_tokens, self._spec.hidden, dtype=self._spec.dtype)
+        grad_x = self._matrix(num_tokens)
         grad_weights = torch.empty(num_tokens, self._spec.top_k)
         result = self._lib.a2a_moe_combine(
             self._moe, self._requests["dispatch_backward"], grad_rows.data_ptr(), rank.shape[0], None, rank.data_ptr(),
@@ -210,6 +227,8 @@ class SharedMemoryExchange(MoeExchange):
             self._lib.a2a_moe_destroy(self._moe)
             self._moe = None
             self._transport.release(self._counts)
+            if self._pool is not None:
+                self._pool.close()
 
 
 def _pointer(tensor: torch.Tensor | None) -> Any:

@@ -26,6 +26,13 @@ Ranks = Annotated[
     int | None,
     typer.Option("--ranks", min=1, help="Ranks to start; under torchrun, mpirun or Slurm: those that are there."),
 ]
+Op = Annotated[str, typer.Argument(metavar="OP", help="all_to_all, all_to_allv or moe.")]
+Sizes = Annotated[str, typer.Option("--bytes", help="Send buffer of each rank, as nccl-tests counts it: 4K,1M,64M.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Data types: float32,bf16.")]
+Tokens = Annotated[int, typer.Option(min=1, help="moe: tokens of each rank.")]
+Hidden = Annotated[int, typer.Option(min=1, help="moe: size of a token.")]
+Experts = Annotated[int, typer.Option(min=1, help="moe: experts, spread over the ranks.")]
+TopK = Annotated[int, typer.Option("--top-k", min=1, max=32, help="moe: experts of each token.")]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="PATH", help="Write JSON lines to this file, or to stdout (-).")
 ]
@@ -57,10 +64,10 @@ def run() -> None:
 @app.command()
 def demo(
     ranks: Ranks = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 1024,
-    hidden: Annotated[int, typer.Option(min=4, help="Size of a token; a multiple of 4.")] = 512,
-    experts: Annotated[int, typer.Option(min=1, help="Experts, spread over the ranks.")] = 16,
-    top_k: Annotated[int, typer.Option(min=1, max=32, help="Experts of each token.")] = 4,
+    tokens: Tokens = 1024,
+    hidden: Hidden = 512,
+    experts: Experts = 16,
+    top_k: TopK = 4,
     repeat: Repeat = None,
 ) -> int:
     """A MoE layer over CPU ranks, forward and backward: is it right, and how much faster than gloo?"""
@@ -102,12 +109,10 @@ def topo(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(metavar="OP", help="all_to_all, all_to_allv or moe.")],
+    op: Op,
     ranks: Ranks = None,
-    sizes: Annotated[
-        str, typer.Option("--bytes", help="Send buffer of each rank, as nccl-tests counts it: 4K,1M,64M.")
-    ] = "4K,64K,1M,16M,64M",
-    dtype: Annotated[str, typer.Option(help="Data types: float32,bf16.")] = "float32",
+    sizes: Sizes = "4K,64K,1M,16M,64M",
+    dtype: Dtype = "float32",
     against: Annotated[str, typer.Option(help="Baselines: gloo,mpi or none.")] = "gloo",
     algorithm: Annotated[str | None, typer.Option(help="The algorithm to use instead of the planner's choice.")] = None,
     memory: Annotated[
@@ -116,10 +121,10 @@ def bench(
     through: Annotated[
         str, typer.Option(help='a2a, or dist: dist.all_to_all_single on a group of backend "a2a".')
     ] = "a2a",
-    tokens: Annotated[int, typer.Option(min=1, help="moe: tokens of each rank.")] = 1024,
-    hidden: Annotated[int, typer.Option(min=1, help="moe: size of a token.")] = 1024,
-    experts: Annotated[int, typer.Option(min=1, help="moe: experts, spread over the ranks.")] = 32,
-    top_k: Annotated[int, typer.Option(min=1, max=32, help="moe: experts of each token.")] = 4,
+    tokens: Tokens = 1024,
+    hidden: Hidden = 1024,
+    experts: Experts = 32,
+    top_k: TopK = 4,
     skew: Annotated[
         float, typer.Option(min=0, help="moe: 0 routes uniformly; s prefers expert e by (e + 1) to the power -s.")
     ] = 0.0,
@@ -131,10 +136,10 @@ def bench(
     """Time a collective, or a MoE layer's dispatch and combine, in turn with its baselines."""
     from a2a.cli import bench as command
 
-    (op,) = parse.words(op, command.OPS, "OP") or [""]
-    (through,) = parse.words(through, ("a2a", "dist"), "--through") or ["a2a"]
+    op = parse.word(op, command.OPS, "OP")
+    through = parse.word(through, ("a2a", "dist"), "--through")
     usual = "ordinary" if through == "dist" else "symmetric"
-    (memory,) = parse.words(memory or usual, ("symmetric", "ordinary"), "--memory")
+    memory = parse.word(memory or usual, ("symmetric", "ordinary"), "--memory")
     if algorithm is not None:
         _with_algorithm("moe" if op == "moe" else "all_to_all", algorithm)
     request = command.Request(
@@ -171,7 +176,7 @@ def plan(
     """Which algorithm an op takes here, why, why not the others, and what it should cost."""
     from a2a.cli import plan as command
 
-    (op,) = parse.words(op, command.OPS, "OP") or [""]
+    op = parse.word(op, command.OPS, "OP")
     check_top_k(top_k, experts)
     request = command.Request(
         op, tuple(parse.sizes(sizes)), tuple(parse.dtype_names(dtype)), tokens, hidden, experts, top_k

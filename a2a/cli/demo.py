@@ -165,7 +165,8 @@ def _check(request: Request, comm: a2a.Communicator, control: Control) -> dict[s
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64) / float(shape[-2]) ** 0.5
+        normal = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return normal.mul_(shape[-2] ** -0.5)
 
     feed = 64
     dense = _Weights(random(hidden, experts), random(experts, hidden, feed), random(experts, feed, hidden))
@@ -216,7 +217,8 @@ def _dense(x_TH: Tensor, weights: _Weights, top_k: int) -> Tensor:
     values, ids = (x_TH @ weights.router_HE).softmax(dim=-1).topk(top_k, dim=-1)
     gates_TE = torch.zeros(len(x_TH), weights.router_HE.shape[1], dtype=x_TH.dtype).scatter(1, ids, values)
     hidden_ETF = torch.nn.functional.gelu(torch.einsum("th,ehf->etf", x_TH, weights.up_EHF))
-    return torch.einsum("te,etf,efh->th", gates_TE, hidden_ETF, weights.down_EFH)
+    y_TH: Tensor = torch.einsum("te,etf,efh->th", gates_TE, hidden_ETF, weights.down_EFH)
+    return y_TH
 
 
 def _owned(experts: int, ranks: int) -> list[int]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from a2a.measure import Contender
+from a2a.plan import Request, choose
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
@@ -132,7 +133,7 @@ def a2a_contender(exchange: Exchange, comm: Communicator, memory: str) -> Conten
         return a2a.all_to_all_single(output, source, receives, sends, group=comm)
 
     call = call_even if exchange.op == "all_to_all" else call_uneven
-    plan = comm.plan("all_to_all", exchange.num_bytes, exchange.dtype)
+    plan = choose(Request("all_to_all", exchange.dtype), comm)
     return _contender("a2a", exchange, source, output, call, algorithm=plan.algorithm.name)
 
 

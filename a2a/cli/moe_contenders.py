@@ -169,7 +169,7 @@ def a2a_contender(case: MoeCase, comm: Any) -> Contender:
         clock.append(time.perf_counter_ns() - begin + clock[-1])
         return Outcome(rows.detach(), y.detach(), grad_x, grad_weights, _differences(clock))
 
-    return _contender("a2a", case, rank, one_round)
+    return _contender("a2a", case, rank, one_round, algorithm=layer.plan.algorithm.name)
 
 
 def gloo_contender(case: MoeCase, rank: int) -> Contender:

@@ -45,6 +45,17 @@ def words(text: str, known: tuple[str, ...], option: str) -> list[str]:
     return found
 
 
+def word(text: str, known: tuple[str, ...], option: str) -> str:
+    """One known word.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if text not in known:
+        raise ValueError(f"{option}: {text!r} is not one of {', '.join(known)}")
+    return text
+
+
 def dtype_names(text: str) -> list[str]:
     """ "bf16,fp32" -> ["bfloat16", "float32"]: torch's names."""
     return [_SHORT.get(word.strip(), word.strip()) for word in text.split(",")]

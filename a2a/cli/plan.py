@@ -59,8 +59,8 @@ def run(request: Request, ranks: int | None, json_path: str | None) -> int:
 def work(request: Request, emit: Emit) -> None:
     """Plan every request; on each rank, as a plan needs a communicator, but only rank 0's is shown: all plan alike."""
     import a2a
-    from a2a.plan import choose
     from a2a.plan import Request as PlanRequest
+    from a2a.plan import choose
 
     plans = []
     with a2a.communicator() as comm:

@@ -46,7 +46,7 @@ def print_table(
             table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    if Measurement.get(out, out.options, table).minimum <= out.width:
+    if Measurement.get(out, out.options.update(max_width=10_000), table).minimum <= out.width:
         out.print(table)
         return
     if title:

@@ -42,8 +42,8 @@ int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, 
   std::int64_t* first = m.scratch<std::int64_t>(0, P + 1);
   first[0] = 0;
   for (std::uint32_t p = 0; p < P; p++) first[p + 1] = first[p] + std::int64_t(m.tokens[p]);
-  std::int32_t* start = m.scratch<std::int32_t>(1, std::size_t(first[P]) + 2);
-  std::memset(start, 0, (std::size_t(first[P]) + 2) * sizeof *start);
+  std::int32_t* start = m.scratch<std::int32_t>(1, std::size_t(first[P]) + 3);
+  std::memset(start, 0, (std::size_t(first[P]) + 3) * sizeof *start);
   for (std::int64_t r = 0; r < num_rows; r++) {
     if (row_rank[r] < 0) continue;
     if (row_rank[r] >= std::int32_t(P) || row_token[r] < 0 || std::uint64_t(row_token[r]) >= m.tokens[row_rank[r]]) {
@@ -52,7 +52,7 @@ int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, 
     }
     start[first[row_rank[r]] + row_token[r] + 2]++;
   }
-  for (std::int64_t i = 2; i < first[P] + 2; i++) start[i] += start[i - 1];
+  for (std::int64_t i = 2; i < first[P] + 3; i++) start[i] += start[i - 1];
   std::int32_t* rows = m.scratch<std::int32_t>(2, std::size_t(num_rows));
   for (std::int64_t r = 0; r < num_rows; r++)
     if (row_rank[r] >= 0) rows[start[first[row_rank[r]] + row_token[r] + 1]++] = std::int32_t(r);

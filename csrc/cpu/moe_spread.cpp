@@ -29,6 +29,7 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
   const WireRow wire(m, false);
   const std::size_t element = m.element(), row_bytes = m.row_bytes();
   auto* out = static_cast<std::uint8_t*>(grad_rows);
+  const bool stream = std::size_t(num_rows) * row_bytes >= c.stream_bytes && row_bytes % 64 == 0;
   for (std::int64_t r = 0; r < num_rows; r++) {  // rows of no token: padding, and what lies past the end
     if (row_rank[r] >= 0) continue;
     std::memset(out + std::size_t(r) * row_bytes, 0, row_bytes);
@@ -56,6 +57,8 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
     const std::uint32_t at = tile * wire.cut.tile_columns, columns = wire.columns(m, tile);
     for (std::uint32_t t = 0; t < n; t++) {
       const std::int64_t i = index.first_token[source] + t0 + t;
+      if (weight_grads && t + 1 < n && index.start[i + 1] < index.start[i + 2])  // the next token's expert row is far away
+        prefetch(static_cast<const std::uint8_t*>(rows) + std::size_t(index.rows[index.start[i + 1]]) * row_bytes + at * element);
       if (index.start[i] == index.start[i + 1]) continue;
       const std::uint8_t* in = raw ? raw + std::size_t(t0 + t) * row_bytes + at * element : slot + wire.rows_at + t * wire.stride;
       if (!raw && m.wire != kNoWire) {
@@ -68,7 +71,7 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
         float* lane = weight_grads ? lanes + (wire.cut.tiles > 1 ? (source * most_rows + which % most_rows) * 256 : 0) : nullptr;
         simd().scale_dot(m.dtype, out + row * row_bytes + at * element, in,
                          rows ? static_cast<const std::uint8_t*>(rows) + row * row_bytes + at * element : nullptr,
-                         weights ? weights[row] : 1.0f, lane, tile == 0, columns);
+                         weights ? weights[row] : 1.0f, lane, tile == 0, columns, stream);
         if (lane && tile + 1 == wire.cut.tiles) weight_grads[row] = fold_lanes(lane);
       }
     }
@@ -107,7 +110,10 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
       ring.take(s);
       moved = true;
     }
-    if (!left) return kOk;
+    if (!left) {
+      if (stream) simd().fence();
+      return kOk;
+    }
     if (moved)
       wait.progressed();
     else if (int rc = wait.idle(missing))

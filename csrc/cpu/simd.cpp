@@ -112,28 +112,39 @@ void fence() {}
 
 // ---------------------------------------------------------------- element types
 
+// get and put are for loops that the compiler vectorises; load and store move blocks.
+
 struct F32 {
   typedef float type;
+  static constexpr bool kInline = true;
+  static float get(float x) { return x; }
+  static float put(float f) { return f; }
   static void load(float* f, const float* x, std::size_t n) { std::memcpy(f, x, n * 4); }
   static void store(float* x, const float* f, std::size_t n) { std::memcpy(x, f, n * 4); }
 };
 
 struct Bf16 {
   typedef u16 type;
+  static constexpr bool kInline = true;
+  static float get(u16 x) { return from_bits(u32(x) << 16); }
+  static u16 put(float f) {  // to nearest even; NaN becomes 0x7fc0, as in torch
+    const u32 u = bits(f);
+    const u32 r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    return u16((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0u : r);
+  }
   static void load(float* __restrict f, const u16* __restrict x, std::size_t n) {
-    for (std::size_t i = 0; i < n; i++) f[i] = from_bits(u32(x[i]) << 16);
+    for (std::size_t i = 0; i < n; i++) f[i] = get(x[i]);
   }
   static void store(u16* __restrict x, const float* __restrict f, std::size_t n) {
-    for (std::size_t i = 0; i < n; i++) {  // to nearest even; NaN becomes 0x7fc0, as in torch
-      const u32 u = bits(f[i]);
-      const u32 r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-      x[i] = u16((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0u : r);
-    }
+    for (std::size_t i = 0; i < n; i++) x[i] = put(f[i]);
   }
 };
 
-struct F16 {
+struct F16 {  // its conversions are instructions that compilers don't find by themselves: blocks only
   typedef u16 type;
+  static constexpr bool kInline = false;
+  static float get(u16) { return 0; }
+  static u16 put(float) { return 0; }
 #if A2A_LEVEL >= 2
   static void load(float* f, const u16* x, std::size_t n) {
     std::size_t i = 0;
@@ -178,27 +189,58 @@ struct F16 {
 
 // ---------------------------------------------------------------- sums
 
-template <class In, class Out>
-void weighted_sum_of(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
+// Up to four terms at once, without a detour through memory.
+template <class In, class Out, int N, bool W>
+void few(void* out, const void* const* in, const float* w, std::size_t columns) {
+  typedef typename In::type type;
+  auto* __restrict o = static_cast<typename Out::type*>(out);
+  const auto* __restrict x0 = static_cast<const type*>(in[0]);
+  const auto* __restrict x1 = static_cast<const type*>(in[N > 1 ? 1 : 0]);
+  const auto* __restrict x2 = static_cast<const type*>(in[N > 2 ? 2 : 0]);
+  const auto* __restrict x3 = static_cast<const type*>(in[N > 3 ? 3 : 0]);
+  const float w0 = W ? w[0] : 1, w1 = W && N > 1 ? w[1] : 1, w2 = W && N > 2 ? w[2] : 1, w3 = W && N > 3 ? w[3] : 1;
+  for (std::size_t i = 0; i < columns; i++) {
+    float sum = W ? w0 * In::get(x0[i]) : In::get(x0[i]);
+    if (N > 1) sum = sum + (W ? w1 * In::get(x1[i]) : In::get(x1[i]));
+    if (N > 2) sum = sum + (W ? w2 * In::get(x2[i]) : In::get(x2[i]));
+    if (N > 3) sum = sum + (W ? w3 * In::get(x3[i]) : In::get(x3[i]));
+    o[i] = Out::put(sum);
+  }
+}
+
+template <class In, class Out, bool W>
+void many(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
   alignas(64) float sum[kBlock], term[kBlock];
+  typedef typename In::type type;
   for (std::size_t at = 0; at < columns; at += kBlock) {
     const std::size_t len = columns - at < kBlock ? columns - at : kBlock;
-    In::load(sum, static_cast<const typename In::type*>(in[0]) + at, len);
-    if (w) {
-      const float w0 = w[0];
-      for (std::size_t i = 0; i < len; i++) sum[i] = w0 * sum[i];
-    }
+    In::load(sum, static_cast<const type*>(in[0]) + at, len);
+    if (W)
+      for (std::size_t i = 0; i < len; i++) sum[i] = w[0] * sum[i];
     for (std::size_t k = 1; k < n; k++) {
-      In::load(term, static_cast<const typename In::type*>(in[k]) + at, len);
-      if (w) {
-        const float wk = w[k];
-        for (std::size_t i = 0; i < len; i++) sum[i] = sum[i] + wk * term[i];
-      } else {
-        for (std::size_t i = 0; i < len; i++) sum[i] = sum[i] + term[i];
-      }
+      In::load(term, static_cast<const type*>(in[k]) + at, len);
+      const float wk = W ? w[k] : 1;
+      for (std::size_t i = 0; i < len; i++) sum[i] = sum[i] + (W ? wk * term[i] : term[i]);
     }
     Out::store(static_cast<typename Out::type*>(out) + at, sum, len);
   }
+}
+
+template <class In, class Out, bool W>
+void sum_of(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
+  if (In::kInline && Out::kInline && n <= 4) {
+    if (n == 1) return few<In, Out, 1, W>(out, in, w, columns);
+    if (n == 2) return few<In, Out, 2, W>(out, in, w, columns);
+    if (n == 3) return few<In, Out, 3, W>(out, in, w, columns);
+    return few<In, Out, 4, W>(out, in, w, columns);
+  }
+  many<In, Out, W>(out, in, w, n, columns);
+}
+
+template <class In, class Out>
+void weighted_sum_of(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
+  if (w) return sum_of<In, Out, true>(out, in, w, n, columns);
+  sum_of<In, Out, false>(out, in, w, n, columns);
 }
 
 void weighted_sum(u32 in_dtype, u32 out_dtype, void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
@@ -211,31 +253,51 @@ void weighted_sum(u32 in_dtype, u32 out_dtype, void* out, const void* const* in,
   return weighted_sum_of<F32, F16>(out, in, w, n, columns);
 }
 
-template <class T>
-void scale_dot_of(void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns) {
-  alignas(64) float a[kBlock], b[kBlock];
+template <class T, bool Dot>
+void scale_dot_of(void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns, bool past_cache) {
   typedef typename T::type type;
+  alignas(64) float a[kBlock], b[kBlock];
+  alignas(64) type scaled[kBlock];
+  auto* to = static_cast<type*>(out);
+  past_cache = past_cache && (reinterpret_cast<std::uintptr_t>(out) & 63) == 0;
   for (std::size_t at = 0; at < columns; at += kBlock) {
     const std::size_t len = columns - at < kBlock ? columns - at : kBlock;
-    T::load(a, static_cast<const type*>(g) + at, len);
-    if (lanes) {
-      T::load(b, static_cast<const type*>(rows) + at, len);
-      if (first && at == 0) {
-        for (std::size_t i = 0; i < len; i++) lanes[i] = b[i] * a[i];
-        for (std::size_t i = len; i < kBlock; i++) lanes[i] = 0;
-      } else {
-        for (std::size_t i = 0; i < len; i++) lanes[i] = lanes[i] + b[i] * a[i];
-      }
+    const type* __restrict x = static_cast<const type*>(g) + at;
+    const type* __restrict y = static_cast<const type*>(rows) + (Dot ? at : 0);
+    type* __restrict o = past_cache ? scaled : to + at;
+    if (!T::kInline) {
+      T::load(a, x, len);
+      if (Dot) T::load(b, y, len);
     }
-    for (std::size_t i = 0; i < len; i++) a[i] = w * a[i];
-    T::store(static_cast<type*>(out) + at, a, len);
+    auto xi = [&](std::size_t i) { return T::kInline ? T::get(x[i]) : a[i]; };
+    auto yi = [&](std::size_t i) { return T::kInline ? T::get(y[i]) : b[i]; };
+    if (Dot && first && at == 0) {
+      for (std::size_t i = 0; i < len; i++) lanes[i] = yi(i) * xi(i);
+      for (std::size_t i = len; i < kBlock; i++) lanes[i] = 0;
+    } else if (Dot) {
+      for (std::size_t i = 0; i < len; i++) lanes[i] = lanes[i] + yi(i) * xi(i);
+    }
+    if (T::kInline) {
+      for (std::size_t i = 0; i < len; i++) o[i] = T::put(w * T::get(x[i]));
+    } else {
+      for (std::size_t i = 0; i < len; i++) a[i] = w * a[i];
+      T::store(o, a, len);
+    }
+    if (past_cache) copy_row_stream(reinterpret_cast<u8*>(to + at), reinterpret_cast<const u8*>(scaled), len * sizeof(type));
   }
 }
 
-void scale_dot(u32 dtype, void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns) {
-  if (dtype == kFloat32) return scale_dot_of<F32>(out, g, rows, w, lanes, first, columns);
-  if (dtype == kBfloat16) return scale_dot_of<Bf16>(out, g, rows, w, lanes, first, columns);
-  scale_dot_of<F16>(out, g, rows, w, lanes, first, columns);
+template <class T>
+void scale_dot_to(void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns, bool past_cache) {
+  if (lanes) return scale_dot_of<T, true>(out, g, rows, w, lanes, first, columns, past_cache);
+  scale_dot_of<T, false>(out, g, g, w, nullptr, first, columns, past_cache);
+}
+
+void scale_dot(u32 dtype, void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns,
+               bool past_cache) {
+  if (dtype == kFloat32) return scale_dot_to<F32>(out, g, rows, w, lanes, first, columns, past_cache);
+  if (dtype == kBfloat16) return scale_dot_to<Bf16>(out, g, rows, w, lanes, first, columns, past_cache);
+  scale_dot_to<F16>(out, g, rows, w, lanes, first, columns, past_cache);
 }
 
 // ---------------------------------------------------------------- e4m3 with block scales
