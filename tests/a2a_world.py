@@ -36,16 +36,15 @@ class A2AWorld:
         self, check: Callable[..., Any], /, *, backend: str = "a2a", expect_dead: Collection[int] = (), **kwargs: Any
     ) -> list[Any]:
         __tracebackhide__ = True
-        where = (backend, self._store.port, f"a2a{next(self._numbers)}")
-        return self._world.run(in_world, expect_dead=expect_dead, where=where, check=check, kwargs=kwargs)
+        self._world.run(enter_world, backend=backend, port=self.port, key=f"a2a{next(self._numbers)}")
+        return self._world.run(check, expect_dead=expect_dead, **kwargs)
 
 
-def in_world(where: tuple[str, int, str], check: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """Call `check` in a default group of that backend: the one at hand, or a new one made by `init_process_group`."""
-    backend, port, key = where
-    if dist.get_backend() != backend:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        store = dist.PrefixStore(key, dist.TCPStore("127.0.0.1", port, is_master=False))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
-    return check(**kwargs)
+def enter_world(backend: str, port: int, key: str) -> None:
+    """Have a default group of that backend: the one at hand, or a new one, made as a user makes it."""
+    if dist.get_backend() == backend:
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.PrefixStore(key, dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))

@@ -53,11 +53,7 @@ def served(group: dist.ProcessGroup | None = None) -> int:
     """How many calls a2a has run for this group; also asserts that none was handed over."""
     stats = (group or world()).stats()
     assert stats["handed_over"] == {}
-    return 0 if stats["communicator"] is None else calls(stats["communicator"])
-
-
-def calls(stats: dict[str, Any]) -> int:
-    return stats["calls"]
+    return 0 if stats["communicator"] is None else stats["communicator"]["collectives"]
 
 
 def sent(dtype: torch.dtype = torch.float32, rows: int = 2) -> torch.Tensor:
@@ -596,10 +592,12 @@ def check_no_shared_memory() -> None:
     finally:
         c10d_backend.implicit = original
         logging.getLogger("a2a").removeHandler(heard)
-    assert group.communicator() is None
-    assert group.stats()["handed_over"] == {
-        "all_to_all_single, cpu: no memfd on this machine": 3,
-        "all_to_all, cpu: no memfd on this machine": 1,
+    assert group.stats() == {
+        "communicator": None,
+        "handed_over": {
+            "all_to_all_single, cpu: no memfd on this machine": 3,
+            "all_to_all, cpu: no memfd on this machine": 1,
+        },
     }
     warnings = [record.getMessage() for record in heard.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
@@ -610,18 +608,38 @@ def test_without_shared_memory_gloo_serves_and_one_warning_says_why(two: A2AWorl
     two.run(check_no_shared_memory)
 
 
-def check_two_domains(environment: dict[str, str]) -> Any:
+def check_baseline(environment: dict[str, str]) -> None:
+    heard = Records()
+    logging.getLogger("a2a").addHandler(heard)
+    logging.getLogger("a2a").setLevel(logging.INFO)
     os.environ |= environment
     try:
         group = dist.new_group()
         for _ in range(3):
             exchange(group)
-        return group.stats()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        outputs = [torch.empty(rank + 1, dtype=torch.int16) for _ in range(size)]  # gloo takes neither this nor that
+        dist.all_to_all(outputs, [torch.full((peer + 1,), rank, dtype=torch.int16) for peer in range(size)], group=group)
+        same(torch.cat(outputs), torch.arange(size, dtype=torch.int16).repeat_interleave(rank + 1))
+        work = dist.all_to_all_single(output := torch.empty_like(received()), sent(), group=group, async_op=True)
+        assert work.wait()
+        same(output, received())
     finally:
         for name in environment:
             del os.environ[name]
+        logging.getLogger("a2a").removeHandler(heard)
+        logging.getLogger("a2a").setLevel(logging.NOTSET)
+    assert sum(group.stats()["communicator"]["handed_over"].values()) == 5
+    if "A2A_TOPOLOGY" in environment:
+        told = [text for record in heard.records if "go to gloo" in (text := record.getMessage())]
+        assert len(told) == 1
+        assert "2 domains" in told[0]
 
 
-def test_ranks_that_share_no_memory_are_served_and_counted(two: A2AWorld) -> None:
-    stats = two.run(check_two_domains, environment={"A2A_TOPOLOGY": "cpu:2x1"})
-    assert stats
+@pytest.mark.parametrize(
+    "environment",
+    [{"A2A_TOPOLOGY": "cpu:2x1"}, {"A2A_ALGORITHM": "all_to_all=c10d"}],
+    ids=["no shared memory", "asked for"],
+)
+def test_what_the_planner_gives_to_torch_runs_on_gloo_and_is_counted(two: A2AWorld, environment: dict[str, str]) -> None:
+    two.run(check_baseline, environment=environment)

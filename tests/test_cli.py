@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
+import multiprocessing
 import os
 import pty
-import shutil
+import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import a2a
 from a2a.cli import main, parse, show
 from a2a.cli.ranks import find_mpi
 from a2a.config import Launch
 from a2a.errors import UnsupportedError
+from a2a.kernels import cpu
 from a2a.topology import Topology, presets
+from pool import PRELOADED
 
 A2A = (sys.executable, "-m", "a2a")
 FOLDER = Path(a2a.__file__).parent.parent  # the a2a that is tested here
@@ -53,7 +59,13 @@ Here = Callable[..., Told]
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    """Runs a command that starts no ranks in this process: seconds less than in one of its own."""
+    """Runs a command in this process: seconds less than in one of its own, which has to import torch first.
+
+    Ranks are forked from the server that the other tests' pool uses, with that pool's modules.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name)])
+    monkeypatch.setattr(type(context), "set_forkserver_preload", lambda *_: None)
 
     def call(*words: str | Path) -> Told:
         monkeypatch.setattr(sys, "argv", ["a2a", *map(str, words)])
@@ -84,7 +96,7 @@ def mpi_available() -> bool:
 
 needs_mpi = pytest.mark.skipif(not mpi_available(), reason="needs mpi4py and an mpiexec: pip install 'a2a[mpi]' mpich")
 needs_plot = pytest.mark.skipif(
-    not __import__("importlib.util").util.find_spec("matplotlib"), reason="needs Matplotlib: pip install 'a2a[plot]'"
+    importlib.util.find_spec("matplotlib") is None, reason="needs Matplotlib: pip install 'a2a[plot]'"
 )
 
 
@@ -127,8 +139,8 @@ def test_a_baseline_that_does_not_exist_is_named() -> None:
 # ------------------------------------------------------------------------------------------------------------- doctor
 
 
-def test_doctor_lists_this_machine_and_exits_with_0() -> None:
-    told = run(*A2A, "doctor")
+def test_doctor_lists_this_machine_and_exits_with_0(here: Here) -> None:
+    told = here("doctor")
     assert told.returncode == 0, told.stderr
     for word in (
         "python",
@@ -146,13 +158,17 @@ def test_doctor_lists_this_machine_and_exits_with_0() -> None:
     assert "Nothing here keeps a2a from working" in told.stdout
 
 
-def test_doctor_says_how_to_get_a_library_that_is_missing(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER / "a2a", tmp_path / "a2a", ignore=shutil.ignore_patterns("_lib", "__pycache__"))
-    code = (  # as on a machine that has only the sources: no folder of the path has the library
-        "import sys; from a2a.kernels import cpu; cpu.find = lambda: None; cpu.lib.cache_clear(); from a2a.cli import main; "
-        "sys.argv = ['a2a', 'doctor']; main()"
-    )
-    told = run(sys.executable, "-c", code, environment={"PYTHONPATH": str(tmp_path)})
+@pytest.fixture
+def _no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cpu, "find", lambda: None)
+    cpu.lib.cache_clear()
+    yield
+    cpu.lib.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_library")
+def test_doctor_says_how_to_get_a_library_that_is_missing(here: Here) -> None:
+    told = here("doctor")
     assert told.returncode == 0, told.stderr
     assert "pip install ." in told.stdout
     assert "keep a2a from working" in told.stdout
@@ -181,8 +197,8 @@ def test_topo_writes_json_alone_to_stdout(here: Here) -> None:
     assert len(told.stdout.splitlines()) == 1
 
 
-def test_topo_groups_the_ranks_that_it_starts() -> None:
-    told = run(*A2A, "topo", "--ranks", "2", "--json", "-")
+def test_topo_groups_the_ranks_that_it_starts(here: Here) -> None:
+    told = here("topo", "--ranks", "2", "--json", "-")
     assert told.returncode == 0, told.stderr
     assert [domain["ranks"] for domain in json.loads(told.stdout)["domains"]] == [[0, 1]]
 
@@ -213,8 +229,8 @@ def test_bench_compares_with_gloo_and_mpi_in_one_run(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(PNG)
 
 
-def test_bench_through_torch_distributed_and_of_several_dtypes() -> None:
-    told = run(*A2A, "bench", "all_to_all", *TINY, "--through", "dist", "--dtype", "bf16,int16", "--json", "-")
+def test_bench_through_torch_distributed_and_of_several_dtypes(here: Here) -> None:
+    told = here("bench", "all_to_all", *TINY, "--through", "dist", "--dtype", "bf16,int16", "--json", "-")
     assert told.returncode == 0, told.stderr
     lines = [json.loads(text) for text in told.stdout.splitlines()]  # nothing but JSON there
     of = {(line["impl"], line["dtype"]): line for line in lines}
@@ -244,9 +260,9 @@ def test_bench_of_ordinary_tensors_with_a_chosen_algorithm() -> None:
 
 
 @needs_plot
-def test_bench_moe_times_every_phase_against_gloo_and_copies(tmp_path: Path) -> None:
-    told = run(
-        *A2A, "bench", "moe", *TINY_MOE, "--dtype", "bf16,fp32", "--skew", "1", "--json", tmp_path / "out.jsonl",
+def test_bench_moe_times_every_phase_against_gloo_and_copies(here: Here, tmp_path: Path) -> None:
+    told = here(
+        "bench", "moe", *TINY_MOE, "--dtype", "bf16,fp32", "--skew", "1", "--json", tmp_path / "out.jsonl",
         "--plot", tmp_path / "out.png",
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
@@ -278,8 +294,8 @@ def test_mistakes_are_told_without_a_traceback(here: Here, words: tuple[str, ...
     assert "Traceback" not in told.stderr
 
 
-def test_what_a_rank_raises_is_told_with_its_rank() -> None:
-    told = run(*A2A, "bench", "all_to_all", "--bytes", "4", "--repeat", "3")
+def test_what_a_rank_raises_is_told_with_its_rank(here: Here) -> None:
+    told = here("bench", "all_to_all", "--bytes", "4", "--repeat", "3")
     assert told.returncode == 1
     assert "fewer than one for each of 2 ranks" in told.stderr
     assert "of 2 failed" in told.stderr
@@ -288,8 +304,8 @@ def test_what_a_rank_raises_is_told_with_its_rank() -> None:
 # ------------------------------------------------------------------------------------------------------ plan and demo
 
 
-def test_plan_names_the_algorithm_and_why_not_the_others() -> None:
-    told = run(*A2A, "plan", "all_to_all", "--bytes", "4K,64M", "--json", "-")
+def test_plan_names_the_algorithm_and_why_not_the_others(here: Here) -> None:
+    told = here("plan", "all_to_all", "--bytes", "4K,64M", "--json", "-")
     assert told.returncode == 0, told.stderr
     plans = [json.loads(text) for text in told.stdout.splitlines()]
     assert [(plan["bytes"], plan["algorithm"]) for plan in plans] == [(4 << 10, "pairwise"), (64 << 20, "pairwise")]
@@ -367,12 +383,22 @@ def free_port() -> int:
 # ---------------------------------------------------------------------------------------------------------- terminals
 
 
-@pytest.mark.parametrize("columns", [20, 60, 200])
-def test_tables_fit_the_terminal(columns: int) -> None:
-    out = on_a_terminal(columns, "topo", "--topology", "h200:4x8")
-    lines = [line.rstrip() for line in out.splitlines()]
-    assert max(map(len, lines)) <= columns
-    assert "nvlink" in out
+def test_a_terminal_gets_tables_that_fit_it() -> None:
+    lines = [line.rstrip() for line in on_a_terminal(60, "topo", "--topology", "h200:4x8").splitlines()]
+    assert max(map(len, lines)) <= 60
+    assert any("nvlink" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [12, 24, 200])
+def test_tables_lose_nothing_on_narrow_terminals(width: int) -> None:
+    text = io.StringIO()
+    show.print_table(
+        Console(file=text, width=width), ["impl", "p50 us", "p99 us"], [["a2a", "1,234", "5.67"]], title="Times"
+    )
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert max(map(len, lines)) <= max(width, len("p50 us 1,234"))
+    for word in ("Times", "impl", "p99 us", "a2a", "1,234", "5.67"):
+        assert any(word in line for line in lines)
 
 
 def on_a_terminal(columns: int, *words: str) -> str:
@@ -397,6 +423,4 @@ def on_a_terminal(columns: int, *words: str) -> str:
         seen += chunk
     os.close(outer)
     assert process.wait(timeout=80) == 0
-    import re
-
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())

@@ -59,8 +59,8 @@ def test_a_rank_whose_experts_are_detached_still_runs_its_backward(
 
 def step_where_only_one_rank_needs_gradients(case: Case, needs: str) -> Answer:
     """Only the last rank's x or weights require a gradient; the experts have parameters everywhere."""
-    with contextlib.closing(case.expert_parallel()) as ep:
-        step = Step(case, ep)
+    with a2a.communicator(timeout=8) as comm:
+        step = Step(case, case.expert_parallel(comm=comm))
         last = dist.get_rank() == dist.get_world_size() - 1
         step.x_TH.requires_grad_(last and needs in ("x", "both"))
         step.weights_TK.requires_grad_(last and needs in ("weights", "both"))
@@ -112,7 +112,7 @@ def differentiate_twice(case: Case) -> None:
         step.dispatch()
         step.combine()
         (grad_TH,) = torch.autograd.grad(step.y_TH.float().square().sum(), step.x_TH, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"twice|double|once_differentiable|does not require grad"):
+        with pytest.raises(RuntimeError, match="second derivative"):
             torch.autograd.grad(grad_TH.float().sum(), step.x_TH)
 
 

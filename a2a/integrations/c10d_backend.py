@@ -10,8 +10,8 @@ Decisions:
   backends of the string, and torch's own one where the string says a2a. What isn't overridden here runs on those, in
   C++: DDP, FSDP, DTensor, point to point, objects.
 * **The backend string is read from torch's frame** (`_requested`): torch doesn't pass it on and files it only later.
-* **Two groups on the same inner backends.** `native` is a plain `ProcessGroup`. The communicator is that group's, and what
-  a2a can't serve runs on it, so that a hand-over never comes back here.
+* **What a2a gives back to torch arrives here a second time**, within the first call (its baseline runs on the same group);
+  that one, and what a2a can't serve at all, goes to `native`, a plain group on the same inner backends.
 * **The communicator is made at the first all-to-all**, in which every rank of the group takes part anyway. Making a group
   stays cheap, and one that exchanges no tokens has no shared memory.
 * **Handing over depends only on what is equal on all ranks**: the device type, the backend string, how the set-up went.
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,12 +36,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from a2a.comm import Communicator, implicit
-from a2a.ops import all_to_all, all_to_all_single
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
+from a2a.comm import Communicator, implicit
 from a2a.errors import UnsupportedError
+from a2a.ops import all_to_all, all_to_all_single
 
 NAME = "a2a"
 _log = logging.getLogger("a2a")
@@ -166,19 +167,20 @@ class A2AProcessGroup(dist.ProcessGroup):
     """A process group whose `all_to_all_single` and `alltoall` are a2a's and whose other methods are torch's.
 
     Attributes:
-        native: the plain group of the same ranks and inner backends.
+        native: a plain group of the same ranks and inner backends, which a2a never sees.
     """
 
     def __init__(self, setup: Setup) -> None:
         # The constructor that takes a store fails on a subclass; torch's stub knows only that one.
         super().__init__(setup.rank, setup.world_size)  # type: ignore[call-arg]
-        self._store = setup.store
+        self._a2a_store = PrefixStore("a2a", setup.store)  # where the ranks meet for their communicator
         self.native = dist.ProcessGroup(PrefixStore("native", setup.store), setup.rank, setup.world_size)
         self._inner = _make_inner(setup)
         self._served = {device_type for device_type, name in setup.requested.items() if name == NAME}
         self._comms: dict[str, Communicator] = {}  # device type -> what serves it
         self._refusals: dict[str, str] = {}  # device type -> why nothing does
         self._handed_over: dict[str, int] = {}
+        self._thread = threading.local()  # .inside: a call of a2a's is running on this thread
         self._done = _Done()
         self._shut = False
         for group in (self, self.native):
@@ -200,11 +202,16 @@ class A2AProcessGroup(dist.ProcessGroup):
         if comm is None:
             call = getattr(self.native, "all_to_all_single", None) or self.native.alltoall_base
             splits = (list(output_split_sizes), list(input_split_sizes))
-            work: Work | None = call(output, input, *splits, *_given(opts))
-            return self._hand_over("all_to_all_single", input, work)
-        if getattr(opts, "asyncOp", True):
-            return _Pending(all_to_all_single(output, input, output_split_sizes, input_split_sizes, comm, True))
-        all_to_all_single(output, input, output_split_sizes, input_split_sizes, comm)
+            return self._handed_over_work("all_to_all_single", input, call(output, input, *splits, *_given(opts)))
+        out_splits = output_split_sizes if len(output_split_sizes) else None
+        in_splits = input_split_sizes if len(input_split_sizes) else None
+        self._thread.inside = True
+        try:
+            if getattr(opts, "asyncOp", True):
+                return _Pending(all_to_all_single(output, input, out_splits, in_splits, comm, True))
+            all_to_all_single(output, input, out_splits, in_splits, comm)
+        finally:
+            self._thread.inside = False
         return self._done
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  # as above
@@ -220,38 +227,32 @@ class A2AProcessGroup(dist.ProcessGroup):
         first = input_tensors[0] if input_tensors else torch.empty(0)
         comm = self._serving(first)
         if comm is None:
-            work: Work | None = self.native.alltoall(output_tensors, input_tensors, *_given(opts))
-            return self._hand_over("all_to_all", first, work)
-        if getattr(opts, "asyncOp", True):
-            return _Pending(all_to_all(output_tensors, input_tensors, comm, True))
-        all_to_all(output_tensors, input_tensors, comm)
+            work = self.native.alltoall(output_tensors, input_tensors, *_given(opts))
+            return self._handed_over_work("all_to_all", first, work)
+        self._thread.inside = True
+        try:
+            if getattr(opts, "asyncOp", True):
+                return _Pending(all_to_all(output_tensors, input_tensors, comm, True))
+            all_to_all(output_tensors, input_tensors, comm)
+        finally:
+            self._thread.inside = False
         return self._done
 
     def stats(self) -> dict[str, Any]:
-        """What this group has done so far.
+        """What this group's all-to-alls have come to so far.
 
         Returns:
-            `communicator`: the communicator's own figures, or None before the first all-to-all;
-            `handed_over`: calls that went to the inner backend, counted by operation and reason.
+            `communicator`: the communicator's own figures, None before the first all-to-all and where there is none;
+            `handed_over`: calls that went to the inner backend instead, counted by operation and reason.
         """
         comm = next(iter(self._comms.values()), None)
         return {"communicator": None if comm is None else comm.stats(), "handed_over": dict(self._handed_over)}
-
-    def communicator(self) -> Communicator | None:
-        """The communicator that serves this group, made now if need be (collective); None where a2a can't serve it."""
-        for device_type in self._inner:
-            comm = self._comms.get(device_type)
-            if comm is None:
-                comm = self._find(device_type)
-            if comm is not None:
-                return comm
-        return None
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return NAME
 
     def get_group_store(self) -> Store:
-        return self._store
+        return self._a2a_store
 
     def shutdown(self) -> None:
         self._close()
@@ -269,7 +270,7 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def _serving(self, tensor: Tensor) -> Communicator | None:
         """What moves `tensor`; None: the inner backend."""
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN or getattr(self._thread, "inside", False):
             return None
         device_type = tensor.device.type
         comm = self._comms.get(device_type)
@@ -281,31 +282,35 @@ class A2AProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"process group {self.group_name!r} (backend a2a) was destroyed; make a new one")
         if device_type in self._refusals:
             return None
+        comm: Communicator | None = None
         reason, level = "the backend string gives them to another backend", logging.DEBUG
         if device_type in self._served:
             try:
-                comm = implicit(self.native)
-                reason, level = f"{comm.transport.name} shares {comm.transport.device_type} memory", logging.INFO
-                if comm.transport.device_type == device_type:
-                    self._comms[device_type] = comm
-                    return comm
+                made = implicit(self)
+                reason, level = f"a2a moves {made.device_type} tensors here", logging.INFO
+                if made.device_type == device_type:
+                    comm, reason = made, "; ".join(f"{name}: {why}" for name, why in made.why_no_transport.items())
             except UnsupportedError as error:
                 reason, level = str(error), logging.WARNING
-        self._refusals[device_type] = reason
-        inner = self._inner.get(device_type)
-        _log.log(
-            level,
-            "process group %r (backend a2a), rank %d: all-to-alls of %s tensors go to %s: %s",
-            self.group_name,
-            self.rank(),
-            device_type,
-            inner.name if inner else "no backend",
-            reason,
-        )
-        return None
+        if comm is None:
+            self._refusals[device_type] = reason
+        else:
+            self._comms[device_type] = comm
+        if comm is None or comm.transport is None:
+            inner = self._inner.get(device_type)
+            _log.log(
+                level,
+                "process group %r (backend a2a), rank %d: all-to-alls of %s tensors go to %s: %s",
+                self.group_name,
+                self.rank(),
+                device_type,
+                inner.name if inner else "no backend",
+                reason,
+            )
+        return comm
 
-    def _hand_over(self, op: str, tensor: Tensor, work: Work | None) -> Work:
-        """Count a call that the inner backend took; None, its answer to a synchronous call, becomes a finished Work."""
+    def _handed_over_work(self, op: str, tensor: Tensor, work: Work | None) -> Work:
+        """Count a call that the inner backend took. None, its answer to a synchronous one, becomes a finished Work."""
         reason = self._refusals.get(tensor.device.type)
         if reason is not None:
             key = f"{op}, {tensor.device.type}: {reason}"

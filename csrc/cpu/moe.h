@@ -72,9 +72,10 @@ struct WireRow {
   }
 };
 
-// The first lines of a row that is read soon; the processor's own prefetcher finds the rest once it is under way.
-inline void prefetch(const std::uint8_t* row) {
-  for (std::size_t k = 0; k < 8; k++) __builtin_prefetch(row + k * kLine);
+// Ask for a row that is read next. Rows are scattered, and the processor's own prefetcher starts anew with each page.
+inline void prefetch(const std::uint8_t* row, std::size_t bytes) {
+  if (bytes > kPage) bytes = kPage;
+  for (std::size_t k = 0; k < bytes; k += kLine) __builtin_prefetch(row + k, 0, 2);
 }
 
 inline void copy_row(std::uint8_t* out, const std::uint8_t* in, std::size_t bytes, bool stream) {

@@ -53,7 +53,7 @@ struct Combine {
     const std::int64_t i = index.first_token[source] + token;
     const std::int32_t from = index.start[i], to = index.start[i + 1];
     if (to < index.start[i + 2] && !row_index)  // the next token's first row is far away: ask for it now
-      prefetch(rows + std::size_t(index.rows[to]) * m.row_bytes() + at * m.element());
+      prefetch(rows + std::size_t(index.rows[to]) * m.row_bytes() + at * m.element(), columns * m.element());
     if (from == to) return false;
     const void* in[32 * 2];
     float w[32 * 2];

@@ -58,7 +58,7 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
     for (std::uint32_t t = 0; t < n; t++) {
       const std::int64_t i = index.first_token[source] + t0 + t;
       if (weight_grads && t + 1 < n && index.start[i + 1] < index.start[i + 2])  // the next token's expert row is far away
-        prefetch(static_cast<const std::uint8_t*>(rows) + std::size_t(index.rows[index.start[i + 1]]) * row_bytes + at * element);
+        prefetch(static_cast<const std::uint8_t*>(rows) + std::size_t(index.rows[index.start[i + 1]]) * row_bytes + at * element, columns * element);
       if (index.start[i] == index.start[i + 1]) continue;
       const std::uint8_t* in = raw ? raw + std::size_t(t0 + t) * row_bytes + at * element : slot + wire.rows_at + t * wire.stride;
       if (!raw && m.wire != kNoWire) {
@@ -72,7 +72,7 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
         simd().scale_dot(m.dtype, out + row * row_bytes + at * element, in,
                          rows ? static_cast<const std::uint8_t*>(rows) + row * row_bytes + at * element : nullptr,
                          weights ? weights[row] : 1.0f, lane, tile == 0, columns, stream);
-        if (lane && tile + 1 == wire.cut.tiles) weight_grads[row] = fold_lanes(lane);
+        if (lane && tile + 1 == wire.cut.tiles) weight_grads[row] = simd().fold(m.dtype, lane);
       }
     }
   };

@@ -12,6 +12,12 @@
 #include <immintrin.h>
 #endif
 
+// GCC 12 and 13 warn of their own headers' deliberately undefined registers.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
 #define A2A_CAT2(a, b) a##b
 #define A2A_CAT(a, b) A2A_CAT2(a, b)
 #define A2A_STR2(a) #a
@@ -111,21 +117,61 @@ void fence() {}
 #endif
 
 // ---------------------------------------------------------------- element types
+//
+// get and put convert one element, load and store a run of them. With registers, get2 and put2 convert kStep elements to and from
+// two vectors of floats. Which element sits where in the two is the type's own choice: bfloat16 keeps its even elements in
+// one and its odd ones in the other, since splitting them is one shift and one mask. Sums don't care; lanes are put in order
+// when they are folded.
 
-// get and put are for loops that the compiler vectorises; load and store move blocks.
+#if A2A_LEVEL == 5
+typedef __m512 Floats;
+constexpr std::size_t kWidth = 16;
+inline Floats splat(float f) { return _mm512_set1_ps(f); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats read(const float* p) { return _mm512_loadu_ps(p); }
+inline void write(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+#elif A2A_LEVEL == 2
+typedef __m256 Floats;
+constexpr std::size_t kWidth = 8;
+inline Floats splat(float f) { return _mm256_set1_ps(f); }
+inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats read(const float* p) { return _mm256_loadu_ps(p); }
+inline void write(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+#else
+constexpr std::size_t kWidth = 0;
+#endif
+constexpr std::size_t kStep = 2 * kWidth;
+
+#if A2A_LEVEL >= 2
+inline void put_vec(void* p, Vec v, bool past_cache) {
+  if (past_cache)
+    stream(static_cast<u8*>(p), v);
+  else
+    std::memcpy(p, &v, sizeof v);
+}
+#endif
 
 struct F32 {
   typedef float type;
-  static constexpr bool kInline = true;
+  static constexpr bool kSplit = false;
   static float get(float x) { return x; }
   static float put(float f) { return f; }
   static void load(float* f, const float* x, std::size_t n) { std::memcpy(f, x, n * 4); }
   static void store(float* x, const float* f, std::size_t n) { std::memcpy(x, f, n * 4); }
+#if A2A_LEVEL >= 2
+  static void get2(const float* x, Floats& a, Floats& b) { a = read(x), b = read(x + kWidth); }
+  static void put2(float* x, Floats a, Floats b, bool past_cache) {
+    put_vec(x, Vec(a), past_cache);
+    put_vec(x + kWidth, Vec(b), past_cache);
+  }
+#endif
 };
 
 struct Bf16 {
   typedef u16 type;
-  static constexpr bool kInline = true;
+  static constexpr bool kSplit = true;
   static float get(u16 x) { return from_bits(u32(x) << 16); }
   static u16 put(float f) {  // to nearest even; NaN becomes 0x7fc0, as in torch
     const u32 u = bits(f);
@@ -138,73 +184,131 @@ struct Bf16 {
   static void store(u16* __restrict x, const float* __restrict f, std::size_t n) {
     for (std::size_t i = 0; i < n; i++) x[i] = put(f[i]);
   }
-};
-
-struct F16 {  // its conversions are instructions that compilers don't find by themselves: blocks only
-  typedef u16 type;
-  static constexpr bool kInline = false;
-  static float get(u16) { return 0; }
-  static u16 put(float) { return 0; }
-#if A2A_LEVEL >= 2
-  static void load(float* f, const u16* x, std::size_t n) {
-    std::size_t i = 0;
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(f + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
-    for (; i < n; i++) f[i] = _cvtsh_ss(x[i]);
+#if A2A_LEVEL == 5
+  static void get2(const u16* x, Floats& a, Floats& b) {
+    const Vec v = _mm512_loadu_si512(x);
+    a = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+    b = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000))));
   }
-  static void store(u16* x, const float* f, std::size_t n) {
-    std::size_t i = 0;
-    for (; i + 8 <= n; i += 8)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(x + i), _mm256_cvtps_ph(_mm256_loadu_ps(f + i), _MM_FROUND_TO_NEAREST_INT));
-    for (; i < n; i++) x[i] = _cvtss_sh(f[i], _MM_FROUND_TO_NEAREST_INT);
+  static Vec round(Floats f) {  // the result is the upper half of each word
+    const Vec u = _mm512_castps_si512(f);
+    const Vec odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const Vec r = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+    return _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(f, f, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
   }
-#else
-  static void load(float* f, const u16* x, std::size_t n) {
-    for (std::size_t i = 0; i < n; i++) {
-      const u32 sign = u32(x[i] & 0x8000) << 16, e = (x[i] >> 10) & 31, m = x[i] & 1023;
-      if (e == 31)
-        f[i] = from_bits(sign | 0x7f800000 | (m ? 0x400000 : 0) | m << 13);
-      else if (e)
-        f[i] = from_bits(sign | (e + 112) << 23 | m << 13);
-      else
-        f[i] = from_bits(bits(float(m) * from_bits(0x33800000)) | sign);  // m * 2^-24
-    }
+  static void put2(u16* x, Floats a, Floats b, bool past_cache) {
+    put_vec(x, _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(round(a), 16), round(b)), past_cache);
   }
-  static void store(u16* x, const float* f, std::size_t n) {
-    for (std::size_t i = 0; i < n; i++) {
-      const u32 u = bits(f[i]), a = u & 0x7fffffff, sign = (u >> 16) & 0x8000;
-      u32 r;
-      if (a > 0x7f800000)
-        r = 0x7e00 | ((a >> 13) & 0x3ff);
-      else if (a >= 0x477ff000)
-        r = 0x7c00;
-      else if (a < 0x38800000)
-        r = bits(from_bits(a) + 0.5f) - 0x3f000000;  // adding 0.5 rounds to multiples of 2^-24
-      else
-        r = (a + 0xfff + ((a >> 13) & 1) - 0x38000000) >> 13;
-      x[i] = u16(r | sign);
-    }
+#elif A2A_LEVEL == 2
+  static void get2(const u16* x, Floats& a, Floats& b) {
+    const Vec v = _mm256_loadu_si256(reinterpret_cast<const Vec*>(x));
+    a = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+    b = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000))));
+  }
+  static Vec round(Floats f) {
+    const Vec u = _mm256_castps_si256(f);
+    const Vec odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const Vec r = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+    const Vec nan = _mm256_castps_si256(_mm256_cmp_ps(f, f, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc00000), nan);
+  }
+  static void put2(u16* x, Floats a, Floats b, bool past_cache) {
+    put_vec(x, _mm256_blend_epi16(_mm256_srli_epi32(round(a), 16), round(b), 0xaa), past_cache);
   }
 #endif
+};
+
+struct F16 {
+  typedef u16 type;
+  static constexpr bool kSplit = false;
+#if A2A_LEVEL >= 2
+  static float get(u16 x) { return _cvtsh_ss(x); }
+  static u16 put(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
+#if A2A_LEVEL == 5
+  static Floats wide(const u16* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
+  static void put2(u16* x, Floats a, Floats b, bool past_cache) {
+    const Vec low = _mm512_castsi256_si512(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    put_vec(x, _mm512_inserti64x4(low, _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), 1), past_cache);
+  }
+#else
+  static Floats wide(const u16* x) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
+  static void put2(u16* x, Floats a, Floats b, bool past_cache) {
+    const Vec low = _mm256_castsi128_si256(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    put_vec(x, _mm256_inserti128_si256(low, _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), 1), past_cache);
+  }
+#endif
+  static void get2(const u16* x, Floats& a, Floats& b) { a = wide(x), b = wide(x + kWidth); }
+#else
+  static float get(u16 x) {
+    const u32 sign = u32(x & 0x8000) << 16, e = (x >> 10) & 31, m = x & 1023;
+    if (e == 31) return from_bits(sign | 0x7f800000 | (m ? 0x400000 : 0) | m << 13);
+    if (e) return from_bits(sign | (e + 112) << 23 | m << 13);
+    return from_bits(bits(float(m) * from_bits(0x33800000)) | sign);  // m * 2^-24
+  }
+  static u16 put(float f) {
+    const u32 u = bits(f), a = u & 0x7fffffff, sign = (u >> 16) & 0x8000;
+    u32 r;
+    if (a > 0x7f800000)
+      r = 0x7e00 | ((a >> 13) & 0x3ff);
+    else if (a >= 0x477ff000)
+      r = 0x7c00;
+    else if (a < 0x38800000)
+      r = bits(from_bits(a) + 0.5f) - 0x3f000000;  // adding 0.5 rounds to multiples of 2^-24
+    else
+      r = (a + 0xfff + ((a >> 13) & 1) - 0x38000000) >> 13;
+    return u16(r | sign);
+  }
+#endif
+  static void load(float* f, const u16* x, std::size_t n) {
+    std::size_t i = 0;
+#if A2A_LEVEL >= 2
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(f + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+#endif
+    for (; i < n; i++) f[i] = get(x[i]);
+  }
+  static void store(u16* x, const float* f, std::size_t n) {
+    std::size_t i = 0;
+#if A2A_LEVEL >= 2
+    for (; i + 8 <= n; i += 8)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(x + i), _mm256_cvtps_ph(_mm256_loadu_ps(f + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < n; i++) x[i] = put(f[i]);
+  }
 };
 
 // ---------------------------------------------------------------- sums
 
 // Up to four terms at once, without a detour through memory.
-template <class In, class Out, int N, bool W>
+template <class T, int N, bool W>
 void few(void* out, const void* const* in, const float* w, std::size_t columns) {
-  typedef typename In::type type;
-  auto* __restrict o = static_cast<typename Out::type*>(out);
-  const auto* __restrict x0 = static_cast<const type*>(in[0]);
-  const auto* __restrict x1 = static_cast<const type*>(in[N > 1 ? 1 : 0]);
-  const auto* __restrict x2 = static_cast<const type*>(in[N > 2 ? 2 : 0]);
-  const auto* __restrict x3 = static_cast<const type*>(in[N > 3 ? 3 : 0]);
-  const float w0 = W ? w[0] : 1, w1 = W && N > 1 ? w[1] : 1, w2 = W && N > 2 ? w[2] : 1, w3 = W && N > 3 ? w[3] : 1;
-  for (std::size_t i = 0; i < columns; i++) {
-    float sum = W ? w0 * In::get(x0[i]) : In::get(x0[i]);
-    if (N > 1) sum = sum + (W ? w1 * In::get(x1[i]) : In::get(x1[i]));
-    if (N > 2) sum = sum + (W ? w2 * In::get(x2[i]) : In::get(x2[i]));
-    if (N > 3) sum = sum + (W ? w3 * In::get(x3[i]) : In::get(x3[i]));
-    o[i] = Out::put(sum);
+  typedef typename T::type type;
+  auto* __restrict o = static_cast<type*>(out);
+  const type* x[4];
+  float weight[4];
+  for (int k = 0; k < N; k++) {
+    x[k] = static_cast<const type*>(in[k]);
+    weight[k] = W ? w[k] : 1;
+  }
+  std::size_t i = 0;
+#if A2A_LEVEL >= 2
+  Floats v[4];
+  for (int k = 0; k < N; k++) v[k] = splat(weight[k]);
+  for (; i + kStep <= columns; i += kStep) {
+    Floats a, b, c, d;
+    T::get2(x[0] + i, a, b);
+    if (W) a = times(v[0], a), b = times(v[0], b);
+    for (int k = 1; k < N; k++) {
+      T::get2(x[k] + i, c, d);
+      if (W) c = times(v[k], c), d = times(v[k], d);
+      a = plus(a, c), b = plus(b, d);
+    }
+    T::put2(o + i, a, b, false);
+  }
+#endif
+  for (; i < columns; i++) {
+    float sum = W ? weight[0] * T::get(x[0][i]) : T::get(x[0][i]);
+    for (int k = 1; k < N; k++) sum = sum + (W ? weight[k] * T::get(x[k][i]) : T::get(x[k][i]));
+    o[i] = T::put(sum);
   }
 }
 
@@ -226,64 +330,83 @@ void many(void* out, const void* const* in, const float* w, std::size_t n, std::
   }
 }
 
-template <class In, class Out, bool W>
-void sum_of(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
-  if (In::kInline && Out::kInline && n <= 4) {
-    if (n == 1) return few<In, Out, 1, W>(out, in, w, columns);
-    if (n == 2) return few<In, Out, 2, W>(out, in, w, columns);
-    if (n == 3) return few<In, Out, 3, W>(out, in, w, columns);
-    return few<In, Out, 4, W>(out, in, w, columns);
-  }
-  many<In, Out, W>(out, in, w, n, columns);
+template <class T, bool W>
+void same_type_sum(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
+  if (n == 1) return few<T, 1, W>(out, in, w, columns);
+  if (n == 2) return few<T, 2, W>(out, in, w, columns);
+  if (n == 3) return few<T, 3, W>(out, in, w, columns);
+  if (n == 4) return few<T, 4, W>(out, in, w, columns);
+  many<T, T, W>(out, in, w, n, columns);
+}
+
+template <class T>
+void same_type(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
+  if (w) return same_type_sum<T, true>(out, in, w, n, columns);
+  same_type_sum<T, false>(out, in, w, n, columns);
 }
 
 template <class In, class Out>
-void weighted_sum_of(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
-  if (w) return sum_of<In, Out, true>(out, in, w, n, columns);
-  sum_of<In, Out, false>(out, in, w, n, columns);
+void mixed(void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
+  if (w) return many<In, Out, true>(out, in, w, n, columns);
+  many<In, Out, false>(out, in, w, n, columns);
 }
 
 void weighted_sum(u32 in_dtype, u32 out_dtype, void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
-  if (in_dtype == kFloat32 && out_dtype == kFloat32) return weighted_sum_of<F32, F32>(out, in, w, n, columns);
-  if (in_dtype == kBfloat16 && out_dtype == kBfloat16) return weighted_sum_of<Bf16, Bf16>(out, in, w, n, columns);
-  if (in_dtype == kFloat16 && out_dtype == kFloat16) return weighted_sum_of<F16, F16>(out, in, w, n, columns);
-  if (in_dtype == kBfloat16) return weighted_sum_of<Bf16, F32>(out, in, w, n, columns);
-  if (in_dtype == kFloat16) return weighted_sum_of<F16, F32>(out, in, w, n, columns);
-  if (out_dtype == kBfloat16) return weighted_sum_of<F32, Bf16>(out, in, w, n, columns);
-  return weighted_sum_of<F32, F16>(out, in, w, n, columns);
+  if (in_dtype == kFloat32 && out_dtype == kFloat32) return same_type<F32>(out, in, w, n, columns);
+  if (in_dtype == kBfloat16 && out_dtype == kBfloat16) return same_type<Bf16>(out, in, w, n, columns);
+  if (in_dtype == kFloat16 && out_dtype == kFloat16) return same_type<F16>(out, in, w, n, columns);
+  if (in_dtype == kBfloat16) return mixed<Bf16, F32>(out, in, w, n, columns);
+  if (in_dtype == kFloat16) return mixed<F16, F32>(out, in, w, n, columns);
+  if (out_dtype == kBfloat16) return mixed<F32, Bf16>(out, in, w, n, columns);
+  mixed<F32, F16>(out, in, w, n, columns);
+}
+
+// ---------------------------------------------------------------- scaling, and the dot product's lanes
+//
+// A block of 256 columns adds to the 256 lanes. Within each kStep of them the lanes lie in the type's own order (get2) as long
+// as whole steps come; what is left of a row at its end is added lane by lane, to where the step order would have put it.
+
+template <class T>
+std::size_t lane_of(std::size_t c) {
+  if (!T::kSplit || kStep == 0) return c;
+  return c / (kStep ? kStep : 1) * kStep + (c % 2) * kWidth + c % (kStep ? kStep : 1) / 2;
 }
 
 template <class T, bool Dot>
 void scale_dot_of(void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns, bool past_cache) {
   typedef typename T::type type;
-  alignas(64) float a[kBlock], b[kBlock];
-  alignas(64) type scaled[kBlock];
-  auto* to = static_cast<type*>(out);
+  auto* __restrict o = static_cast<type*>(out);
+  const auto* __restrict x = static_cast<const type*>(g);
+  const auto* __restrict y = static_cast<const type*>(rows);
+  if (Dot && first)
+    for (std::size_t c = columns; c < kBlock; c++) lanes[lane_of<T>(c)] = 0;
   past_cache = past_cache && (reinterpret_cast<std::uintptr_t>(out) & 63) == 0;
-  for (std::size_t at = 0; at < columns; at += kBlock) {
-    const std::size_t len = columns - at < kBlock ? columns - at : kBlock;
-    const type* __restrict x = static_cast<const type*>(g) + at;
-    const type* __restrict y = static_cast<const type*>(rows) + (Dot ? at : 0);
-    type* __restrict o = past_cache ? scaled : to + at;
-    if (!T::kInline) {
-      T::load(a, x, len);
-      if (Dot) T::load(b, y, len);
+  std::size_t i = 0;
+#if A2A_LEVEL >= 2
+  const Floats v = splat(w);
+  for (; i + kStep <= columns; i += kStep) {
+    Floats a, b, c, d;
+    T::get2(x + i, a, b);
+    if (Dot) {
+      T::get2(y + i, c, d);
+      float* lane = lanes + i % kBlock;
+      c = times(c, a), d = times(d, b);
+      if (!first || i >= kBlock) c = plus(read(lane), c), d = plus(read(lane + kWidth), d);
+      write(lane, c);
+      write(lane + kWidth, d);
     }
-    auto xi = [&](std::size_t i) { return T::kInline ? T::get(x[i]) : a[i]; };
-    auto yi = [&](std::size_t i) { return T::kInline ? T::get(y[i]) : b[i]; };
-    if (Dot && first && at == 0) {
-      for (std::size_t i = 0; i < len; i++) lanes[i] = yi(i) * xi(i);
-      for (std::size_t i = len; i < kBlock; i++) lanes[i] = 0;
-    } else if (Dot) {
-      for (std::size_t i = 0; i < len; i++) lanes[i] = lanes[i] + yi(i) * xi(i);
+    T::put2(o + i, times(v, a), times(v, b), past_cache);
+  }
+#else
+  (void)past_cache;
+#endif
+  for (; i < columns; i++) {
+    const float a = T::get(x[i]);
+    if (Dot) {
+      float& lane = lanes[lane_of<T>(i % kBlock)];
+      lane = first && i < kBlock ? T::get(y[i]) * a : lane + T::get(y[i]) * a;
     }
-    if (T::kInline) {
-      for (std::size_t i = 0; i < len; i++) o[i] = T::put(w * T::get(x[i]));
-    } else {
-      for (std::size_t i = 0; i < len; i++) a[i] = w * a[i];
-      T::store(o, a, len);
-    }
-    if (past_cache) copy_row_stream(reinterpret_cast<u8*>(to + at), reinterpret_cast<const u8*>(scaled), len * sizeof(type));
+    o[i] = T::put(w * a);
   }
 }
 
@@ -298,6 +421,20 @@ void scale_dot(u32 dtype, void* out, const void* g, const void* rows, float w, f
   if (dtype == kFloat32) return scale_dot_to<F32>(out, g, rows, w, lanes, first, columns, past_cache);
   if (dtype == kBfloat16) return scale_dot_to<Bf16>(out, g, rows, w, lanes, first, columns, past_cache);
   scale_dot_to<F16>(out, g, rows, w, lanes, first, columns, past_cache);
+}
+
+// Halve 256 lanes into one: lane[c] += lane[c + 128], then 64, 32, ... 1, by column. As long as a half is whole steps, the
+// type's own order does not matter.
+float fold(u32 dtype, const float* lanes) {
+  constexpr std::size_t kWhole = kStep > 16 ? kStep : 16;
+  alignas(64) float sum[kBlock / 2], in_order[kWhole];
+  for (std::size_t c = 0; c < kBlock / 2; c++) sum[c] = lanes[c] + lanes[c + kBlock / 2];
+  for (std::size_t half = kBlock / 4; half >= kWhole; half /= 2)
+    for (std::size_t c = 0; c < half; c++) sum[c] = sum[c] + sum[c + half];
+  for (std::size_t c = 0; c < kWhole; c++) in_order[c] = sum[dtype == kBfloat16 ? lane_of<Bf16>(c) : c];
+  for (std::size_t half = kWhole / 2; half; half /= 2)
+    for (std::size_t c = 0; c < half; c++) in_order[c] = in_order[c] + in_order[c + half];
+  return in_order[0];
 }
 
 // ---------------------------------------------------------------- e4m3 with block scales
@@ -397,6 +534,6 @@ void dequantize(u32 dtype, u32 wire, void* x, const u8* q, const u8* scales, std
 #endif
 
 const Simd A2A_TABLE = {A2A_STR(A2A_ISA),       A2A_ISA::copy_stream, A2A_ISA::copy_row_stream, A2A_ISA::fence, A2A_ISA::weighted_sum,
-                        A2A_ISA::scale_dot, A2A_ISA::quantize,    A2A_ISA::dequantize};
+                        A2A_ISA::scale_dot, A2A_ISA::fold, A2A_ISA::quantize,    A2A_ISA::dequantize};
 
 }  // namespace a2a

@@ -25,6 +25,8 @@ struct Simd {
   // Past the cache, a fence() is owed before the signal. out = round(w * g); lanes[c % 256] += rows[c] * g[c] in order, starting from the first product when `first`.
   void (*scale_dot)(std::uint32_t dtype, void* out, const void* g, const void* rows, float w, float* lanes, bool first,
                     std::size_t columns, bool past_cache);
+  // The lanes' sum: lane[c] += lane[c + 128], then 64, 32, ... 1.
+  float (*fold)(std::uint32_t dtype, const float* lanes);
   void (*quantize)(std::uint32_t dtype, std::uint32_t wire, std::uint8_t* q, std::uint8_t* scales, const void* x,
                    std::size_t columns);
   void (*dequantize)(std::uint32_t dtype, std::uint32_t wire, void* x, const std::uint8_t* q, const std::uint8_t* scales,
@@ -37,12 +39,5 @@ extern const Simd kSimdPlain;
 extern const Simd kSimdAvx2;
 extern const Simd kSimdAvx512;
 #endif
-
-// Halve 256 lanes into one: lane[c] += lane[c + 128], then 64, 32, ... 1.
-inline float fold_lanes(float* lanes) {
-  for (std::size_t half = 128; half; half /= 2)
-    for (std::size_t c = 0; c < half; c++) lanes[c] += lanes[c + half];
-  return lanes[0];
-}
 
 }  // namespace a2a
