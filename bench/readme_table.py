@@ -84,7 +84,7 @@ def moe(lines: Sequence[Line], ranks: int) -> str:
     table = [
         [
             f"{head}top-{case['top_k']}",
-            *(f"{dtype} {what}" for dtype in dtypes for what in ("ms", "than gloo", "copies")),
+            *(f"{dtype}, {what}" for dtype in dtypes for what in ("ms", "gloo / a2a", "a2a / copies")),
         ]
     ]
     for part in dict.fromkeys(line.case["part"] for line in of_op):
@@ -101,8 +101,8 @@ def moe(lines: Sequence[Line], ranks: int) -> str:
             ]
         table.append(row)
     return _table(table) + (
-        '\n\n"than gloo": times faster than the same layer written with sort, counts and gloo\'s `all_to_all_single`. '
-        '"copies": how many times as long as plain copies of the same rows take.'
+        "\n\nThe gloo layer is the same one made of sort, counts and `all_to_all_single`; copies are plain copies of the "
+        "same rows, on all ranks at once."
     )
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from pool import Pool
 
-import a2a  # noqa: F401  (registers the backend)
+from a2a.integrations.c10d_backend import A2AProcessGroup
+from pool import Pool
 
 TIMEOUT_S = 20.0
 
@@ -48,3 +49,41 @@ def enter_world(backend: str, port: int, key: str) -> None:
     dist.destroy_process_group()
     store = dist.PrefixStore(key, dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
+
+
+# ------------------------------------------------------------------------------------------------- for use in checks
+
+
+def default_group() -> A2AProcessGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, A2AProcessGroup)
+    return group
+
+
+def served(group: dist.ProcessGroup | None = None) -> int:
+    """How many calls a2a has run for this group; also asserts that none was handed over."""
+    stats = (group or default_group()).stats()
+    assert stats["handed_over"] == {}
+    return 0 if stats["communicator"] is None else stats["communicator"]["collectives"]
+
+
+def sent(dtype: torch.dtype = torch.float32, rows: int = 2) -> torch.Tensor:
+    """What this rank sends: `rows` to each rank, filled with 10 x own rank + receiver."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (10 * rank + torch.arange(size)).repeat_interleave(rows).to(dtype)
+
+
+def received(dtype: torch.dtype = torch.float32, rows: int = 2) -> torch.Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (10 * torch.arange(size) + rank).repeat_interleave(rows).to(dtype)
+
+
+def exchange(group: dist.ProcessGroup | None = None) -> None:
+    """One all-to-all on a group of all ranks, checked."""
+    output = torch.empty_like(received())
+    dist.all_to_all_single(output, sent(), group=group)
+    same(output, received())
+
+
+def same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # `pool` by one name, here and in the ranks, in every import mode
 
+from a2a.config import launch
 from pool import InlineWorld, Pool, World
 
-TORCHRUN_WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+LAUNCHED_RANKS = launch().world_size if launch().launcher == "torchrun" else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool | None]:
     """The ranks of this session; None under torchrun."""
-    if TORCHRUN_WORLD_SIZE is None:
+    if LAUNCHED_RANKS is None:
         with Pool() as ranks:
             yield ranks
     else:
@@ -47,12 +47,9 @@ def pool() -> Iterator[Pool | None]:
 
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest, pool: Pool | None) -> World | InlineWorld:
-    return _world(pool, request.param)
-
-
-def _world(pool: Pool | None, size: int) -> World | InlineWorld:
+    size: int = request.param
     if pool is not None:
         return pool.world(size)
-    if size != TORCHRUN_WORLD_SIZE:
-        pytest.skip(f"for {size} ranks; torchrun started {TORCHRUN_WORLD_SIZE}")
+    if size != LAUNCHED_RANKS:
+        pytest.skip(f"for {size} ranks; torchrun started {LAUNCHED_RANKS}")
     return InlineWorld(size)

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +31,7 @@ class Case:
     """A layer and a routing. `tokens[r % len(tokens)]` is the number of tokens of rank r.
 
     `ids` is "distinct" (as top-k gives them), "any" (repeated ones and -1 among them), "one" (all to the last expert)
-    or "none" (all -1); `weights` is the dtype of topk_weights, None for a step without.
+    or "none" (all -1); `weights` is the dtype of topk_weights, None for a step without. `algorithm` is forced, or None.
     """
 
     num_experts: int = 7
@@ -42,6 +43,7 @@ class Case:
     weights: torch.dtype | None = torch.float32
     apply_weights: bool = True
     options: tuple[tuple[str, Any], ...] = ()
+    algorithm: str | None = None
     scale: float = 1.0
     seed: int = 0
 
@@ -80,7 +82,12 @@ class Case:
             "max_tokens": max(self.tokens),
             "dtype": self.dtype,
         }
-        return a2a.ExpertParallel(**(arguments | dict(self.options) | more))
+        with pytest.MonkeyPatch.context() as patch:
+            if self.algorithm is not None:
+                patch.setenv("A2A_ALGORITHM", f"moe={self.algorithm}")
+            ep = a2a.ExpertParallel(**(arguments | dict(self.options) | more))
+        assert self.algorithm in (None, ep.plan.algorithm.name)
+        return ep
 
 
 def with_options(case: Case, **options: Any) -> Case:
@@ -154,14 +161,17 @@ class Step:
         }
 
 
+def full_step(step: Step) -> Answer:
+    step.dispatch()
+    step.combine()
+    step.backward()
+    return step.answer()
+
+
 def run_step(case: Case) -> Answer:
     """On a rank: forward and backward of one step; every tensor that the step makes."""
     with contextlib.closing(case.expert_parallel()) as ep:
-        step = Step(case, ep)
-        step.dispatch()
-        step.combine()
-        step.backward()
-        return step.answer()
+        return full_step(Step(case, ep))
 
 
 def spoil(grad_RH: Tensor | None, valid_R: Tensor) -> Tensor | None:

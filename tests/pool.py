@@ -136,10 +136,14 @@ class Pool:
         __tracebackhide__ = True
         task = pickle.dumps(_task(check, kwargs, *self._enter(size)))
         ranks = self._ranks[:size]
-        for rank in ranks:
-            rank.send(task)
         self._last_check = check.__qualname__
-        outcomes = self._wait(ranks, expect_dead, deadline_s)
+        try:
+            for rank in ranks:
+                rank.send(task)
+            outcomes = self._wait(ranks, expect_dead, deadline_s)
+        except BaseException:  # Ctrl-C: the answers of these ranks are nobody's
+            self._discard()
+            raise
         alive = [index for index in expect_dead if not outcomes[index].died]
         failed = [index for index, outcome in enumerate(outcomes) if _failed(index, outcome, expect_dead)]
         if not failed and not alive:

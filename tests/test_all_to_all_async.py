@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import a2a
+from deadlines import soon
 from exchange_cases import Exchange, assert_same_bits, even_splits, fill_freed_memory, random_splits
 from pool import World
 
@@ -130,7 +131,7 @@ def wait_with_a_limit(as_timedelta: bool) -> float:
     output, work = start(exchange)
     if rank == 0:
         begin = time.monotonic()
-        with pytest.raises(a2a.PeerTimeoutError, match="all_to_all_single"):
+        with soon(3.0), pytest.raises(a2a.PeerTimeoutError, match="all_to_all_single"):
             work.wait(datetime.timedelta(seconds=0.3) if as_timedelta else 0.3)
         waited = time.monotonic() - begin
         dist.barrier()
@@ -205,18 +206,76 @@ def closed_in_flight(peer_comes: bool) -> None:
     exchanges = [Exchange(random_splits(2, call), (100,), salt=call) for call in range(10)]
     comm = a2a.communicator()
     started = [start(exchange, comm) for exchange in exchanges] if peer_comes or rank == 0 else []
-    begin = time.monotonic()
-    comm.close()
+    with soon(3.0):
+        comm.close()
     for exchange, (output, work) in zip(exchanges, started, strict=False):
         assert work.is_completed()
-        try:
-            work.wait()
-        except a2a.A2AError as error:
-            assert "closed" in str(error)
-        else:
+        if work.is_success():
             assert_same_bits(output, exchange.expected(rank))
-    assert time.monotonic() - begin < 5
+        else:
+            with pytest.raises(a2a.A2AError, match="closed"):
+                work.wait()
     dist.barrier()
+
+
+def random_program(seed: int, steps: int) -> dict[str, int]:
+    """Everything in any order. The ranks agree on the steps; how to make a step (asynchronously, from which memory, when
+    to wait for it, what to let go of) each rank chooses for itself."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    agreed, own = random.Random(seed), random.Random(seed * 10 + rank)
+    made: dict[str, int] = {}
+    pending: list[tuple[Any, list[torch.Tensor], list[torch.Tensor]]] = []
+    with a2a.communicator() as comm:
+        symmetric = [comm.empty((world_size * 9, 600), torch.int16) for _ in range(2)]
+        for step in range(steps):
+            kind = agreed.choice(["even", "even", "uneven", "uneven", "lists", "empty", "mistake"])
+            made[kind] = made.get(kind, 0) + 1
+            rows = agreed.choice([1, 9])
+            splits = (
+                even_splits(world_size, rows) if kind == "even" else random_splits(world_size, agreed.randrange(99))
+            )
+            exchange = Exchange(splits, (agreed.choice([1, 30, 600]),), torch.int16, salt=step)
+            async_op = own.random() < 0.5
+            if kind == "empty":
+                new = comm.empty((world_size * 9, 600), torch.int16)
+                if not pending:  # nothing is on its way to the old one
+                    symmetric[own.randrange(2)] = new
+                continue
+            if kind == "mistake":
+                with pytest.raises(ValueError, match=f"has 0 tensors; a group of {world_size}"):
+                    a2a.all_to_all([], [], comm, async_op)
+                continue
+            if kind == "lists":
+                outputs = [torch.empty_like(exchange.block(source, rank)) for source in range(world_size)]
+                inputs = [exchange.block(rank, target) for target in range(world_size)]
+                work = a2a.all_to_all(outputs, inputs, comm, async_op)
+                expected = [exchange.block(source, rank) for source in range(world_size)]
+            else:
+                expected = [exchange.expected(rank)]
+                input = exchange.input(rank)
+                outputs = [torch.empty_like(expected[0])]
+                if own.random() < 0.5 and not pending:  # the symmetric tensors are free
+                    symmetric_input = symmetric[0].view(-1)[: input.numel()].view(input.shape)
+                    input = symmetric_input.copy_(input)
+                    outputs = [symmetric[1].view(-1)[: expected[0].numel()].view(expected[0].shape)]
+                splits_given: list[Any] = [exchange.received(rank), exchange.sent(rank)]
+                if kind == "even" and own.random() < 0.7:
+                    splits_given = [None, None]
+                work = a2a.all_to_all_single(outputs[0], input, *splits_given, comm, async_op)
+            pending.append((work, outputs, expected))
+            while pending and (own.random() < 0.4 or pending[0][0] is None):
+                check_finished(*pending.pop(own.randrange(len(pending))))
+        for unfinished in pending:
+            check_finished(*unfinished)
+        dist.barrier()
+    return made
+
+
+def check_finished(work: Any, outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    if work is not None:
+        work.wait()
+    for got, wanted in zip(outputs, expected, strict=True):
+        assert_same_bits(got, wanted)
 
 
 @pytest.mark.parametrize("op", ["single", "lists"])
@@ -247,7 +306,7 @@ def test_the_future_gives_the_outputs(world: World) -> None:
 @pytest.mark.parametrize("as_timedelta", [True, False])
 def test_waiting_may_be_limited_and_repeated(world: World, as_timedelta: bool) -> None:
     waited, _ = world.run(wait_with_a_limit, as_timedelta=as_timedelta)
-    assert 0.25 < waited < 5
+    assert waited > 0.25
 
 
 def test_an_error_between_ranks_is_raised_by_wait(world: World) -> None:
@@ -269,3 +328,11 @@ def test_two_communicators_work_at_once_from_two_threads(world: World, async_op:
 @pytest.mark.parametrize("peer_comes", [True, False])
 def test_closing_ends_what_is_in_flight_with_its_result_or_an_error(world: World, peer_comes: bool) -> None:
     world.run(closed_in_flight, peer_comes=peer_comes)
+
+
+@pytest.mark.ranks(1, 2, 3, 5)
+def test_random_programs_exchange_right(world: World) -> None:
+    for seed in range(4):
+        made = world.run(random_program, seed=seed, steps=80)
+        assert all(ranks == made[0] for ranks in made)
+        assert min(made[0].values()) > 3

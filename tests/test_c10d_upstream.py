@@ -1,7 +1,7 @@
-"""torch's own cases of all-to-all, on backend "a2a": equal and unequal, complex, on WORLD, on part of it, on a group of all.
+"""torch's own cases of all-to-all, on backend "a2a": equal and unequal, complex, on WORLD, on a part, on a group of all.
 
-Rank r sends to each rank pieces filled with r. With equal pieces everybody gets one row a peer; with unequal ones rank r gets
-r + 1 rows a peer (so the splits are one number on the receiving side and differ on the sending one).
+Rank r sends pieces filled with r. Equal ones: everybody gets one row from each peer. Unequal: rank r gets r + 1 rows from
+each, so that the splits differ on the sending side only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+
 from a2a_world import A2AWorld
 from pool import Pool
 

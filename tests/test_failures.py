@@ -5,6 +5,7 @@ A broken communicator keeps saying why. It is closed and made anew in the same p
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import a2a
+from deadlines import Stalls, soon
 from exchange_cases import Exchange, assert_same_bits, random_splits
 from pool import World
 
@@ -35,6 +37,20 @@ def exchange_once(comm: Any, seed: int = 5) -> None:
     assert_same_bits(output, exchange.expected(rank))
 
 
+def finished(work: Any) -> None:
+    """Wait for an asynchronous call; a synchronous one gave None."""
+    if work is not None:
+        work.wait()
+
+
+def heard(comm: Any) -> None:
+    """Raise the failure of other ranks as soon as it is known here."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        comm.check()
+        time.sleep(0.001)
+
+
 def raises_on_and_on(comm: Any, error: type[Exception], says: str) -> None:
     """The communicator is broken: whatever is called raises the first cause again."""
     assert int(comm.ok) == 0
@@ -47,10 +63,8 @@ def raises_on_and_on(comm: Any, error: type[Exception], says: str) -> None:
         comm.check,
     ]
     for call in calls:
-        begin = time.monotonic()
-        with pytest.raises(error, match=says):
+        with soon(1.0), pytest.raises(error, match=says):  # the cause is known: nothing to wait for
             call()
-        assert time.monotonic() - begin < 1, "the cause is known: nothing to wait for"
 
 
 def survivors_go_on(dead: int) -> None:
@@ -78,17 +92,19 @@ def killed_in_the_middle(victim: int, delay_s: float, note: str, mode: str) -> d
     memory = comm.empty((2, world_size << 20), torch.uint8)
     if rank == victim:
         die_after(delay_s, note)
-    works = []
-    with pytest.raises(a2a.PeerTimeoutError) as caught:
+
+    def exchange_until_it_fails() -> None:
+        works = []
         while True:
             size = world_size * rng.choice([1, 1000, 1 << 16, 1 << 20])
             symmetric = mode == "symmetric" or (mode == "mixed" and rng.random() < 0.5)
             output, input = memory[:, :size] if symmetric else torch.zeros(2, size, dtype=torch.uint8)
-            work = a2a.all_to_all_single(output, input, group=comm, async_op=mode == "async")
-            if mode == "async":
-                works.append(work)
-                if len(works) == 4:
-                    works.pop(0).wait()
+            works.append(a2a.all_to_all_single(output, input, group=comm, async_op=mode == "async"))
+            if mode == "async" and len(works) == 4:
+                works.pop(0).wait()
+
+    with pytest.raises(a2a.PeerTimeoutError) as caught:
+        exchange_until_it_fails()
     raised_at = time.monotonic()
     error = caught.value
     raises_on_and_on(comm, a2a.PeerTimeoutError, f"rank {victim} died")
@@ -108,8 +124,7 @@ def killed_while_its_child_lives(note: str) -> float:
                 os._exit(0)
             die_after(0.1, note)
         with pytest.raises(a2a.PeerTimeoutError, match="rank 1 died"):
-            while True:
-                exchange_once(comm)
+            any(exchange_once(comm) for _ in itertools.repeat(None))
         return time.monotonic()
 
 
@@ -123,10 +138,8 @@ def leaves(how: str) -> str:
         comm.close()
         dist.barrier()
         return ""
-    begin = time.monotonic()
-    with pytest.raises(a2a.PeerTimeoutError) as caught:
+    with soon(NOTICED_S), pytest.raises(a2a.PeerTimeoutError) as caught:
         exchange_once(comm)
-    assert time.monotonic() - begin < NOTICED_S
     assert caught.value.peer == 1
     assert caught.value.rank == dist.get_rank()
     raises_on_and_on(comm, a2a.PeerTimeoutError, "rank 1")
@@ -143,10 +156,8 @@ def late(async_op: bool) -> dict[str, Any]:
     if dist.get_rank() == 1:
         dist.barrier()
     begin = time.monotonic()
-    with pytest.raises(a2a.PeerTimeoutError) as caught:
-        work = a2a.all_to_all_single(torch.empty(3), torch.empty(3), group=comm, async_op=async_op)
-        if async_op:
-            work.wait()
+    with soon(2.5), pytest.raises(a2a.PeerTimeoutError) as caught:
+        finished(a2a.all_to_all_single(torch.empty(3), torch.empty(3), group=comm, async_op=async_op))
     waited = time.monotonic() - begin
     if dist.get_rank() != 1:
         dist.barrier()
@@ -162,10 +173,8 @@ def does_not_make_its_communicator() -> None:
     group = dist.new_group([0, 1, 2])
     if dist.get_rank() in (2, 3):
         return
-    begin = time.monotonic()
-    with pytest.raises(a2a.PeerTimeoutError, match="rank 2") as caught:
+    with soon(3.0), pytest.raises(a2a.PeerTimeoutError, match="rank 2") as caught:
         a2a.communicator(group, timeout=0.5)
-    assert time.monotonic() - begin < 5
     assert caught.value.peer == 2
 
 
@@ -210,14 +219,18 @@ def different(name: str, memory: str) -> tuple[int, str]:
     tensors = comm.empty((2, 6, 4), torch.float32) if memory == "symmetric" else torch.empty(2, 6, 4)
     tensors.fill_(-1.0)
     dist.barrier()
-    call, says = DIFFERENT[name]
-    begin = time.monotonic()
-    with pytest.raises(a2a.MismatchError) as caught:
+    different_call, says = DIFFERENT[name]
+
+    def call() -> None:
         if rank == 2:
-            call(comm)
+            different_call(comm)
         else:
             a2a.all_to_all_single(tensors[0], tensors[1], group=comm)
-    assert time.monotonic() - begin < NOTICED_S
+        if says == "rank 2":  # one wrong split is seen by two ranks only; the others hear of it
+            heard(comm)
+
+    with soon(NOTICED_S), pytest.raises(a2a.MismatchError) as caught:
+        call()
     text = str(caught.value)
     raises_on_and_on(comm, a2a.MismatchError, says)
     comm.close()
@@ -231,14 +244,18 @@ def one_pair_disagrees(op: str) -> str:
     rank = dist.get_rank()
     with a2a.communicator(timeout=20) as comm:
         sent = [3 if (rank, target) == (0, 1) else 2 for target in range(3)]
-        begin = time.monotonic()
-        with pytest.raises(a2a.MismatchError) as caught:
+
+        def exchange_and_check() -> None:
             if op == "lists":
                 a2a.all_to_all([torch.empty(2) for _ in range(3)], [torch.empty(rows) for rows in sent], comm)
             else:
                 a2a.all_to_all_single(torch.empty(6), torch.empty(sum(sent)), None, sent, comm)
-            while rank == 2 and time.monotonic() - begin < NOTICED_S:
-                comm.check()
+            if rank == 2:
+                heard(comm)
+
+        with soon(NOTICED_S), pytest.raises(a2a.MismatchError) as caught:
+            exchange_and_check()
+        dist.barrier()
         return str(caught.value)
 
 
@@ -259,15 +276,11 @@ def mistakes_of_some(seed: int, calls: int, async_op: bool) -> tuple[int, int]:
                     a2a.all_to_all_single(output, input, exchange.received(rank), splits, comm, async_op)
             elif wrong:
                 with pytest.raises(a2a.MismatchError, match="number of tensor splits") as caught:
-                    work = a2a.all_to_all_single(output, input, exchange.received(rank), splits, comm, async_op)
-                    if async_op:
-                        work.wait()
+                    finished(a2a.all_to_all_single(output, input, exchange.received(rank), splits, comm, async_op))
                 assert caught.value.peer in wrong
                 assert f"rank {caught.value.peer} refused" in str(caught.value)
             else:
-                work = a2a.all_to_all_single(output, input, exchange.received(rank), splits, comm, async_op)
-                if async_op:
-                    work.wait()
+                finished(a2a.all_to_all_single(output, input, exchange.received(rank), splits, comm, async_op))
                 assert_same_bits(output, exchange.expected(rank))
             outcomes[bool(wrong)] += 1
         dist.barrier()
@@ -284,10 +297,8 @@ def interrupted() -> str:
     if dist.get_rank() == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        begin = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
+        with soon(NOTICED_S), pytest.raises(KeyboardInterrupt):
             exchange_once(comm)
-        assert time.monotonic() - begin < NOTICED_S
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         dist.barrier()
     else:
@@ -386,13 +397,14 @@ def test_a_killed_peer_is_named_by_all_within_two_seconds(
 ) -> None:
     rng = random.Random(f"{world.size} {mode} {delay_ms}")
     victim, delay_s, note = rng.randrange(world.size), (delay_ms + rng.random() * 5) / 1000, tmp_path / "died_at"
-    results = world.run(
-        killed_in_the_middle, victim=victim, delay_s=delay_s, note=str(note), mode=mode, expect_dead={victim}
-    )
+    with Stalls() as stalls:
+        results = world.run(
+            killed_in_the_middle, victim=victim, delay_s=delay_s, note=str(note), mode=mode, expect_dead={victim}
+        )
     died_at = float(note.read_text())
     for rank, result in enumerate(results):
         if rank != victim:
-            assert result["raised_at"] - died_at < NOTICED_S
+            assert result["raised_at"] - died_at < NOTICED_S + stalls.seconds
             assert (result["rank"], result["peer"], result["cause"]) == (rank, victim, "died")
             assert f"rank {victim} died" in result["text"]
             assert "all_to_all" in result["text"]
@@ -401,8 +413,9 @@ def test_a_killed_peer_is_named_by_all_within_two_seconds(
 @pytest.mark.ranks(2)
 def test_a_killed_peer_is_noticed_though_its_forked_child_lives(world: World, tmp_path: Path) -> None:
     note = tmp_path / "died_at"
-    raised_at, _ = world.run(killed_while_its_child_lives, note=str(note), expect_dead={1})
-    assert raised_at - float(note.read_text()) < NOTICED_S
+    with Stalls() as stalls:
+        raised_at, _ = world.run(killed_while_its_child_lives, note=str(note), expect_dead={1})
+    assert raised_at - float(note.read_text()) < NOTICED_S + stalls.seconds
 
 
 @pytest.mark.ranks(3)
@@ -421,12 +434,11 @@ def test_a_peer_that_closed_its_communicator_is_named_at_once(world: World) -> N
 def test_a_late_peer_is_named_after_the_deadline_with_what_to_do(world: World, async_op: bool) -> None:
     results = world.run(late, async_op=async_op)
     for rank in (0, 2):
-        assert 0.3 < results[rank]["waited"] < 3
+        assert results[rank]["waited"] > 0.3
         assert (results[rank]["peer"], results[rank]["cause"]) == (1, "timeout")
         assert "all_to_all_single" in results[rank]["op"]
         for part in ("waited 0.4 s for rank 1", "all_to_all_single", "epoch", "A2A_TIMEOUT_S"):
             assert part in results[rank]["text"]
-    assert results[1]["waited"] < 0.3
 
 
 @pytest.mark.ranks(4)

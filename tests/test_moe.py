@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import time
@@ -16,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import a2a
 import moe_reference as reference
+from a2a.algorithms import candidates
 from moe_cases import (
     Answer,
     Case,
@@ -25,34 +28,40 @@ from moe_cases import (
     assert_same_bits,
     assert_step,
     expected_step,
+    full_step,
     run_step,
     with_options,
 )
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+ALGORITHMS = [algorithm.name for algorithm in candidates() if algorithm.op == "moe"]
+on_every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 # ---- one dimension at a time -----------------------------------------------------------------------------------------
 
 
+@on_every_algorithm
 @pytest.mark.ranks(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-def test_a_step_on_any_number_of_ranks(world: Any, dtype: torch.dtype) -> None:
-    assert_step(world, Case(dtype=dtype))
+def test_a_step_on_any_number_of_ranks(world: Any, algorithm: str, dtype: torch.dtype) -> None:
+    assert_step(world, Case(dtype=dtype, algorithm=algorithm))
 
 
+@on_every_algorithm
 @pytest.mark.parametrize(
     ("hidden", "dtype"),
     [(8, BF16), (24, F16), (2880, BF16), (3072, BF16), (3584, F16), (6144, BF16), (4, F32), (12, F32), (1204, F32)],
 )
-def test_any_row_that_is_a_multiple_of_16_bytes(world: Any, hidden: int, dtype: torch.dtype) -> None:
-    assert_step(world, Case(hidden=hidden, dtype=dtype, tokens=(6, 4)))
+def test_any_row_that_is_a_multiple_of_16_bytes(world: Any, algorithm: str, hidden: int, dtype: torch.dtype) -> None:
+    assert_step(world, Case(hidden=hidden, dtype=dtype, tokens=(6, 4), algorithm=algorithm))
 
 
+@on_every_algorithm
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("tokens", [(0, 4, 5), (0, 0, 6), (0, 0, 0), (1, 0, 1)], ids=str)
-def test_no_tokens_on_one_several_or_all_ranks(world: Any, tokens: tuple[int, ...]) -> None:
-    assert_step(world, with_options(Case(tokens=tokens), max_tokens=8))
+def test_no_tokens_on_one_several_or_all_ranks(world: Any, algorithm: str, tokens: tuple[int, ...]) -> None:
+    assert_step(world, with_options(Case(tokens=tokens, algorithm=algorithm), max_tokens=8))
 
 
 @pytest.mark.ranks(4)
@@ -79,10 +88,11 @@ def test_any_number_of_experts_even_fewer_than_ranks(world: Any, num_experts: in
     assert_step(world, Case(num_experts=num_experts, top_k=top_k))
 
 
+@on_every_algorithm
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_all_tokens_to_one_expert(world: Any, top_k: int) -> None:
-    assert_step(world, Case(ids="one", top_k=top_k, tokens=(40, 1, 33, 64)))
+def test_all_tokens_to_one_expert(world: Any, algorithm: str, top_k: int) -> None:
+    assert_step(world, Case(ids="one", top_k=top_k, tokens=(40, 1, 33, 64), algorithm=algorithm))
 
 
 @pytest.mark.ranks(3)
@@ -93,11 +103,12 @@ def test_a_token_of_only_minus_one_gets_zero_and_gives_zero_gradient(world: Any)
         assert not answer["y"].any() and not answer["grad_x"].any() and not answer["grad_weights"].any()
 
 
+@on_every_algorithm
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("alignment", [1, 16, 128])
 @pytest.mark.parametrize("ids", ["any", "one", "none"])
-def test_blocks_are_padded_with_zeros_to_the_alignment(world: Any, alignment: int, ids: str) -> None:
-    assert_step(world, with_options(Case(ids=ids), expert_alignment=alignment))
+def test_blocks_are_padded_with_zeros_to_the_alignment(world: Any, algorithm: str, alignment: int, ids: str) -> None:
+    assert_step(world, with_options(Case(ids=ids, algorithm=algorithm), expert_alignment=alignment))
 
 
 @pytest.mark.ranks(3)
@@ -121,19 +132,6 @@ def test_compact_rows_hand_out_each_token_once(world: Any, alignment: int) -> No
     assert_step(world, with_options(Case(), layout="compact", expert_alignment=alignment))
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
-@pytest.mark.parametrize(("hidden", "dtype"), [(8, BF16), (128, F16), (200, F32), (304, BF16)])
-def test_wire_formats_quantise_while_sending(world: Any, wire: str, hidden: int, dtype: torch.dtype) -> None:
-    assert_step(world, with_options(Case(hidden=hidden, dtype=dtype), wire=wire))
-
-
-@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
-@pytest.mark.parametrize("scale", [1e-45, 1e-43, 1e-41, 1e30])
-def test_wire_formats_at_the_ends_of_float32(world: Any, wire: str, scale: float) -> None:
-    assert_step(world, with_options(Case(dtype=F32, scale=scale), wire=wire))
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 def test_combine_may_send_float32(world: Any, dtype: torch.dtype) -> None:
@@ -143,51 +141,26 @@ def test_combine_may_send_float32(world: Any, dtype: torch.dtype) -> None:
 # ---- max_rows --------------------------------------------------------------------------------------------------------
 
 
+@on_every_algorithm
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_max_rows_fixes_the_shape_and_changes_nothing_else(world: Any, alignment: int) -> None:
-    case = with_options(Case(), expert_alignment=alignment, max_rows=160)
+def test_max_rows_fixes_the_shape_and_changes_nothing_else(world: Any, algorithm: str, alignment: int) -> None:
+    case = with_options(Case(algorithm=algorithm), expert_alignment=alignment, max_rows=160)
     assert_step(world, case)
 
 
+@on_every_algorithm
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("max_rows", [16, 32])
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_overflow_drop_drops_the_highest_positions_and_counts_them(world: Any, max_rows: int, alignment: int) -> None:
-    case = with_options(Case(tokens=(25, 9, 30)), expert_alignment=alignment, max_rows=max_rows, overflow="drop")
+def test_overflow_drop_drops_the_highest_positions_and_counts_them(
+    world: Any, algorithm: str, max_rows: int, alignment: int
+) -> None:
+    case = with_options(
+        Case(tokens=(25, 9, 30), algorithm=algorithm), expert_alignment=alignment, max_rows=max_rows, overflow="drop"
+    )
     assert any(int(answer["overflow"]) for answer in expected_step(case, world.size))
     assert_step(world, case)
-
-
-# ---- rows="wire" -----------------------------------------------------------------------------------------------------
-
-
-def wire_rows(case: Case) -> Answer:
-    with contextlib.closing(case.expert_parallel()) as ep:
-        (x_TH, ids_TK, weights_TK), _ = case.inputs(dist.get_rank())
-        (q_RH, scales_RB), _, routing = ep.dispatch(x_TH, ids_TK, weights_TK)
-        assert not q_RH.requires_grad
-        valid_R = routing.row_rank_R >= 0
-        return {"q": q_RH.view(torch.uint8), "scales": scales_RB[valid_R].view(torch.uint8), "valid": valid_R}
-
-
-@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
-@pytest.mark.parametrize("hidden", [64, 200])
-def test_rows_wire_hands_out_the_quantised_rows_and_their_scales(world: Any, wire: str, hidden: int) -> None:
-    case = with_options(Case(hidden=hidden), wire=wire, rows="wire", expert_alignment=16)
-    tokens = [case.inputs(rank)[0] for rank in range(world.size)]
-    quantised = [reference.quantise(t.x_TH, wire) for t in tokens]
-    received = reference.dispatch(case.layer(world.size), tokens)
-    for rank, (answer, got) in enumerate(zip(world.run(wire_rows, case=case), received, strict=True)):
-        q_RH = torch.zeros(len(got.origins), hidden, dtype=torch.uint8)
-        scales = []
-        for row, origin in enumerate(got.origins):
-            if origin is not None:
-                q_TH, scales_TB = quantised[origin.source]
-                q_RH[row] = q_TH[origin.token].view(torch.uint8)
-                scales.append(scales_TB[origin.token])
-        assert_same_bits(answer["q"], q_RH, f"q of rank {rank}")
-        assert_same_bits(answer["scales"], torch.stack(scales).view(torch.uint8), f"scales of rank {rank}")
 
 
 # ---- what a user builds on it ----------------------------------------------------------------------------------------
@@ -260,10 +233,44 @@ def test_combine_is_as_accurate_as_its_roundings(
         record_property(f"largest error of rank {rank} in units of its bound", float((error_TH / bound_TH).max()))
 
 
+@on_every_algorithm
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("hidden", "dtype"), [(8192, BF16), (8200, BF16), (4100, F32)])
+def test_megabytes_that_are_stored_past_the_cache(world: Any, algorithm: str, hidden: int, dtype: torch.dtype) -> None:
+    case = Case(hidden=hidden, dtype=dtype, tokens=(90, 100, 80), ids="distinct", algorithm=algorithm)
+    assert_step(world, with_options(case, expert_alignment=16))
+
+
+def run_step_with_little_staging(case: Case) -> Answer:
+    """16 KiB between two ranks: less than a row of 6,144 float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("A2A_STAGING_KB", "16")
+        comm = a2a.communicator()
+    with comm:
+        return full_step(Step(case, case.expert_parallel(comm=comm)))
+
+
+@on_every_algorithm
 @pytest.mark.ranks(2, 4)
-def test_megabytes_to_one_rank(world: Any) -> None:
-    """More than any ring between two ranks holds at once."""
-    assert_step(world, Case(hidden=4096, top_k=2, ids="one", tokens=(150, 250, 10, 0)))
+@pytest.mark.parametrize(("hidden", "dtype"), [(6144, F32), (2880, BF16), (40, BF16)])
+@pytest.mark.parametrize("ids", ["any", "one"])
+def test_staging_is_bounded_by_the_ring(world: Any, algorithm: str, hidden: int, dtype: torch.dtype, ids: str) -> None:
+    """Many times what the rings hold, also to one rank only, and rows that no slot holds whole."""
+    tokens = (24, 17, 1, 0) if hidden > 1000 else (200, 300, 10, 0)
+    case = Case(hidden=hidden, dtype=dtype, top_k=2, ids=ids, tokens=tokens, algorithm=algorithm)
+    assert_answers(world.run(run_step_with_little_staging, case=case), expected_step(case, world.size))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "options",
+    [{"wire": "fp8"}, {"wire": "mxfp8"}, {"layout": "compact"}, {"wire_combine": "float32"}, {"max_rows": 32}],
+    ids=str,
+)
+def test_every_kind_of_rows_fits_a_small_ring(world: Any, options: dict[str, Any]) -> None:
+    case = Case(hidden=6160, top_k=2, tokens=(9, 12, 4))
+    case = with_options(case, **options, overflow="drop")
+    assert_answers(world.run(run_step_with_little_staging, case=case), expected_step(case, world.size))
 
 
 def again(cases: list[Case], jitter: bool) -> None:
@@ -283,10 +290,11 @@ def again(cases: list[Case], jitter: bool) -> None:
         assert_answers([answer], [expected_step(case, world_size)[rank]])
 
 
-@pytest.mark.ranks(2, 4)
+@on_every_algorithm
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("jitter", [False, True], ids=["back to back", "jitter"])
-def test_a_hundred_steps_with_new_routing_each(world: Any, jitter: bool) -> None:
-    cases = [Case(seed=seed, hidden=24, top_k=2, tokens=(4, 3, 0, 2)) for seed in range(100)]
+def test_a_hundred_steps_with_new_routing_each(world: Any, algorithm: str, jitter: bool) -> None:
+    cases = [Case(seed=seed, hidden=24, top_k=2, tokens=(4, 3, 0, 2), algorithm=algorithm) for seed in range(100)]
     world.run(again, cases=cases, jitter=jitter)
 
 
@@ -294,7 +302,7 @@ def resident_bytes_over_steps(case: Case) -> list[int]:
     resident = []
     with contextlib.closing(case.expert_parallel()) as ep:
         for _ in range(2):
-            for _ in range(60):
+            for _ in range(25):
                 step = Step(case, ep)
                 step.dispatch()
                 step.combine()
@@ -303,9 +311,10 @@ def resident_bytes_over_steps(case: Case) -> list[int]:
     return resident
 
 
-def test_memory_stays_flat_over_steps(world: Any) -> None:
-    """A step here makes 3 MB of rows: sixty of them kept would show."""
-    case = Case(hidden=2048, tokens=(128, 128), ids="distinct")
+@on_every_algorithm
+def test_memory_stays_flat_over_steps(world: Any, algorithm: str) -> None:
+    """A step here makes 3 MB of rows: those of twenty-five steps, if kept, would show."""
+    case = Case(hidden=2048, tokens=(128, 128), ids="distinct", algorithm=algorithm)
     for before, after in world.run(resident_bytes_over_steps, case=case):
         assert after - before < 20e6
 
@@ -325,6 +334,7 @@ def cases(draw: st.DrawFn) -> Case:
     }
     if draw(st.booleans()):
         options["expert_to_rank"] = tuple(draw(st.lists(st.integers(0, 2), min_size=num_experts, max_size=num_experts)))
+    plain = options["layout"] == "expert" and options["wire"] is None  # what every algorithm serves
     case = Case(
         num_experts=num_experts,
         top_k=draw(st.integers(1, 5)),
@@ -334,13 +344,25 @@ def cases(draw: st.DrawFn) -> Case:
         ids=draw(st.sampled_from(["any", "any", "one", "none"])),
         weights=draw(st.sampled_from([None, F32, BF16])),
         apply_weights=draw(st.booleans()),
+        algorithm=draw(st.sampled_from(ALGORITHMS)) if plain else None,
         seed=draw(st.integers(0, 99)),
     )
     return with_options(case, **options)
 
 
+quietly = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+
+
 @pytest.mark.ranks(3)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(quietly, max_examples=40)
 @given(case=cases())
 def test_any_routing(world: Any, case: Case) -> None:
     assert_step(world, case)
+
+
+@pytest.mark.ranks(3)
+@settings(quietly, max_examples=20)
+@given(case=cases())
+def test_any_routing_through_small_rings(world: Any, case: Case) -> None:
+    case = dataclasses.replace(case, hidden=8 * case.hidden, seed=case.seed + 100)
+    assert_answers(world.run(run_step_with_little_staging, case=case), expected_step(case, world.size))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import random
 from typing import Any
 
 import pytest
@@ -12,16 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import a2a
-from moe_cases import Answer, Case, Step, assert_answers, assert_same_bits, expected_step, with_options
+from moe_cases import Answer, Case, Step, assert_answers, assert_same_bits, expected_step, full_step, with_options
 
 DETACHED_RANK = 1
-
-
-def full_step(step: Step) -> Answer:
-    step.dispatch()
-    step.combine()
-    step.backward()
-    return step.answer()
 
 
 # ---- gradients that end somewhere ------------------------------------------------------------------------------------
@@ -172,20 +167,26 @@ def test_routings_in_flight_don_t_disturb_each_other(
         assert_answers([answer[i] for answer in answers], expected_step(case, world.size))
 
 
-def earlier_rows_after_later_dispatches(case: Case) -> None:
+def results_kept(case: Case, steps: int) -> None:
+    """Keep the results of many steps, drop some of them in between, and close the instance."""
+    generator = random.Random(dist.get_rank())
+    kept: list[list[tuple[Tensor, Tensor]]] = []
     with contextlib.closing(case.expert_parallel()) as ep:
-        step = Step(case, ep)
-        step.dispatch()
-        kept = [t.detach() for t in (step.rows, step.rows_per_expert, *step.routing)]
-        copies = [t.clone() for t in kept]
-        for seed in range(5):
-            full_step(Step(Case(seed=seed + 10), ep))
-    for tensor, copy in zip(kept, copies, strict=True):
-        assert_same_bits(tensor, copy, "a tensor of an earlier dispatch, after its ExpertParallel was closed")
+        for seed in range(steps):
+            step = Step(dataclasses.replace(case, seed=seed), ep)
+            answer = full_step(step)
+            tensors = [*answer.values(), step.rows.detach(), *(t.detach() for t in step.routing)]
+            kept.append([(t, t.clone()) for t in tensors])
+            if seed % 3 == 2:
+                kept.pop(generator.randrange(len(kept)))
+    for pair in (pair for pairs in kept for pair in pairs):
+        assert_same_bits(*pair, "a tensor of an earlier step, after its ExpertParallel was closed")
 
 
-def test_rows_and_routing_own_their_storage(world: Any) -> None:
-    world.run(earlier_rows_after_later_dispatches, case=Case())
+@pytest.mark.parametrize("hidden", [40, 8192])
+def test_results_own_their_storage(world: Any, hidden: int) -> None:
+    """Small ones and large ones, more of them than any pool holds at once."""
+    world.run(results_kept, case=Case(hidden=hidden, tokens=(30, 40)), steps=14)
 
 
 def two_instances_on_one_communicator(first: Case, second: Case) -> list[Answer]:

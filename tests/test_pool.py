@@ -159,7 +159,7 @@ def test_a_missing_exception_in_a_rank_is_a_failure(three: World) -> None:
 
 
 def test_ranks_that_wait_for_one_that_raised_are_shown_after_it(three: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "GRACE_S", 0.5)
+    monkeypatch.setattr(pool_module, "GRACE_S", 2.0)
     with pytest.raises(RankError) as caught:
         three.run(raise_while_others_wait, rank=2)
     text = str(caught.value)

@@ -10,16 +10,19 @@ Wins whenever rows keep their dtype: every row is written once and nothing else 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from a2a.algorithms.base import Cost, Request
 from a2a.algorithms.moe_base import MoeExchange, MoeSpec, routed_bytes
-from a2a.algorithms.moe_staged import MoeStaged, SharedMemoryExchange
+from a2a.algorithms.moe_staged import _MOST_POOL_BYTES, _WORST_CASES, MoeStaged, SharedMemoryExchange
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
 _MOST_BYTES = 64 << 30  # address space for one dispatch in which everything comes to one rank
+_TOUCH_BYTES = 64 << 20  # the most of a pool that is touched when it is made
 
 
 class MoeDirect(MoeStaged):
@@ -48,13 +51,35 @@ class MoeDirect(MoeStaged):
 
 
 class DirectExchange(SharedMemoryExchange):
-    """SharedMemoryExchange whose peers store dispatched rows into its pool."""
+    """SharedMemoryExchange whose peers store dispatched rows into a pool of symmetric memory."""
+
+    def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
+        super().__init__(comm, spec)
+        most = max(spec.most_rows(rank, comm.world_size) * spec.row_bytes for rank in range(comm.world_size))
+        self._pool: Any = None
+        if pool_bytes := min(_WORST_CASES * most, max(most, _MOST_POOL_BYTES)):
+            buffer = self._transport.alloc(pool_bytes, self._what + " (pool)", touch=False)
+            self._pool = self._transport.pool(buffer)
+            even = spec.max_tokens * spec.top_k * spec.row_bytes
+            self._lib.a2a_populate(buffer.pointer, min(pool_bytes, 2 * even, _TOUCH_BYTES))
 
     def _reserve(self) -> tuple[int, int] | None:
         if self._pool is None or self._most_bytes == 0:
             return None
         reserved: tuple[int, int] | None = self._pool.take(self._most_bytes)
         return reserved
+
+    def _unreserve(self, pointer: int) -> None:
+        self._pool.give(pointer)
+
+    def _reserved(self, pointer: int, height: int) -> torch.Tensor:
+        return self._pooled(self._pool, pointer, height)
+
+    def close(self) -> None:
+        super().close()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
 
 __all__ = ["DirectExchange", "MoeDirect"]

@@ -29,7 +29,6 @@ _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
 _OVERFLOW = 6  # Cause in csrc/cpu/signal.h
 _WORST_CASES = 4  # what the pool holds, in dispatches in which everything comes to one rank
 _MOST_POOL_BYTES = 64 << 30  # address space of a rank's pool; its pages come as they are written
-_TOUCH_BYTES = 64 << 20  # of it, the most that is touched when it is made
 _POOLED_BYTES = 256 << 10  # smaller matrices come from torch, whose allocator keeps them warm
 
 
@@ -72,12 +71,8 @@ class SharedMemoryExchange(MoeExchange):
         self._local = spec.local_experts(comm.rank)
         most = [spec.most_rows(rank, comm.world_size) * spec.row_bytes for rank in range(comm.world_size)]
         self._most_bytes = most[comm.rank]
-        self._pool: Any = None
-        if pool_bytes := min(_WORST_CASES * max(*most, spec.max_tokens * spec.row_bytes), max(*most, _MOST_POOL_BYTES)):
-            buffer = self._transport.alloc(pool_bytes, self._what + " (pool)", touch=False)
-            self._pool = self._transport.pool(buffer)
-            even = spec.max_tokens * spec.top_k * spec.row_bytes
-            self._lib.a2a_populate(buffer.pointer, min(pool_bytes, 2 * even, _TOUCH_BYTES))
+        matrix_bytes = max(self._most_bytes, spec.max_tokens * spec.row_bytes)
+        self._private: Any = self._transport.private_pool(min(_WORST_CASES * matrix_bytes, _MOST_POOL_BYTES))
         self._requests = {
             op: self._transport.request(f"{op}|{self._what}", 0, f"{op} of {spec.describe()}")
             for op in ("dispatch", "combine", "dispatch_backward", "combine_backward")
@@ -89,16 +84,23 @@ class SharedMemoryExchange(MoeExchange):
         """(pointer, symmetric address) of room for the most rows, before it is known how many come; None: none is needed."""
         return None
 
+    def _unreserve(self, pointer: int) -> None:
+        """Give that room back."""
+
+    def _reserved(self, pointer: int, height: int) -> torch.Tensor:
+        """The first `height` rows of that room, as a tensor that owns it."""
+        raise NotImplementedError
+
     def _matrix(self, height: int) -> torch.Tensor:
         """[height, hidden]. Large ones from the pool: fresh pages cost more than the copy that fills them."""
         num_bytes = height * self._spec.row_bytes
-        block = self._pool.take(num_bytes) if self._pool is not None and num_bytes >= _POOLED_BYTES else None
+        block = self._private.take(num_bytes) if self._private is not None and num_bytes >= _POOLED_BYTES else None
         if block is None:
             return torch.empty(height, self._spec.hidden, dtype=self._spec.dtype)
-        return self._pooled(block[0], height)
+        return self._pooled(self._private, block[0], height)
 
-    def _pooled(self, pointer: int, height: int) -> torch.Tensor:
-        flat: torch.Tensor = self._pool.tensor(pointer, height * self._spec.row_bytes)
+    def _pooled(self, pool: Any, pointer: int, height: int) -> torch.Tensor:
+        flat: torch.Tensor = pool.tensor(pointer, height * self._spec.row_bytes)
         return flat.view(self._spec.dtype).view(height, self._spec.hidden)
 
     # ---- collectives
@@ -114,7 +116,7 @@ class SharedMemoryExchange(MoeExchange):
         )
         if result:
             if reserved:
-                self._pool.give(reserved[0])
+                self._unreserve(reserved[0])
             if result == cpu.INVALID:
                 token, k, bad = counts[0], counts[1], counts[2]
                 raise ValueError(
@@ -135,7 +137,7 @@ class SharedMemoryExchange(MoeExchange):
         except BaseException:
             self._lib.a2a_moe_abort(self._moe)
             if reserved:
-                self._pool.give(reserved[0])
+                self._unreserve(reserved[0])
             raise
         result = self._lib.a2a_moe_dispatch(
             self._moe, request, x_TH.data_ptr(), scales.data_ptr() if scales is not None else None, topk_ids_TK.data_ptr(),
@@ -162,7 +164,7 @@ class SharedMemoryExchange(MoeExchange):
             rows = torch.empty(height, spec.hidden, dtype=torch.float8_e4m3fn)
             scales = torch.empty(height, spec.scale_blocks, dtype=SCALE_DTYPE[spec.wire])
         elif reserved is not None:
-            rows = self._pooled(reserved[0], height)
+            rows = self._reserved(reserved[0], height)
         else:
             rows = self._matrix(height)
         ints = [torch.empty(capacity, dtype=torch.int32) for _ in range(3)]
@@ -212,7 +214,7 @@ class SharedMemoryExchange(MoeExchange):
         result = self._lib.a2a_moe_combine(
             self._moe, self._requests["dispatch_backward"], grad_rows.data_ptr(), rank.shape[0], None, rank.data_ptr(),
             token.data_ptr(), k.data_ptr(), index.data_ptr() if self._spec.layout == "compact" else None,
-            grad_weights_R.data_ptr(), grad_x.data_ptr(), grad_weights.data_ptr(), num_tokens,
+            _pointer(grad_weights_R), grad_x.data_ptr(), _pointer(grad_weights), num_tokens,
         )  # fmt: skip
         if result:
             self._comm.raise_failure(result, "dispatch_backward")
@@ -227,8 +229,8 @@ class SharedMemoryExchange(MoeExchange):
             self._lib.a2a_moe_destroy(self._moe)
             self._moe = None
             self._transport.release(self._counts)
-            if self._pool is not None:
-                self._pool.close()
+            if self._private is not None:
+                self._private.close()
 
 
 def _pointer(tensor: torch.Tensor | None) -> Any:

@@ -7,6 +7,7 @@ and a2a's own compiled library included. The exit code is 0 whatever is found.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.metadata
 import importlib.util
 import mmap
@@ -72,6 +73,8 @@ def _safely(title: str, facts: Callable[[], Iterator[Fact]]) -> list[Fact]:
     found: list[Fact] = []
     try:
         found.extend(facts())
+    except ImportError as error:  # told, with its fix, under "Software"
+        found.append(Fact("off", title.lower(), f"could not be asked: {error}"))
     except Exception as error:
         found.append(Fact("bad", title.lower(), f"could not be asked: {type(error).__name__}: {error}"))
     return found
@@ -97,25 +100,29 @@ def _software() -> Iterator[Fact]:
 
 
 def _package(name: str, fix: str, *, needed: bool = True) -> Fact:
-    found = importlib.util.find_spec(name)
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        version = "in a folder of sys.path, not installed" if found else "not installed"
-    if found:
-        return Fact("ok", name, version)
-    return Fact("bad" if needed else "off", name, version, fix)
+        version = "in a folder of sys.path, not installed"
+    if importlib.util.find_spec(name) is None:
+        return Fact("bad" if needed else "off", name, "not installed", fix)
+    try:
+        if needed:
+            importlib.import_module(name)  # being there is not working
+    except Exception as error:
+        return Fact("bad", name, f"{version}, can't be imported: {type(error).__name__}: {error}", f"repair it: {fix}")
+    return Fact("ok", name, version)
 
 
 def _library() -> Fact:
-    fix = "pip install . (or pip install -e .) in the checkout, or install the wheel"
     try:
         from a2a.kernels import cpu
 
         cpu.lib()
         return Fact("ok", "library", f"{cpu.find()}, ABI {cpu.ABI}, instructions: {cpu.isa()}")
     except Exception as error:
-        return Fact("bad", "library", str(error), fix)
+        fix = "pip install . (or pip install -e .) in the checkout, or install the wheel"
+        return Fact("bad", "library", str(error), "" if "pip install" in str(error) else fix)
 
 
 def _cpu() -> Iterator[Fact]:
@@ -227,9 +234,6 @@ def _huge_pages() -> Fact:
 
 
 def _gpu() -> Iterator[Fact]:
-    if importlib.util.find_spec("torch") is None:
-        yield Fact("off", "gpu", "torch is not installed, so no GPU was asked")
-        return
     import torch
 
     if torch.version.cuda is None:

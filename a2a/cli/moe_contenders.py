@@ -202,34 +202,43 @@ def gloo_contender(case: MoeCase, rank: int) -> Contender:
 def copies_contender(case: MoeCase, rank: int) -> Contender:
     """What copying this rank's rows costs with nobody to talk to: written once by dispatch, read once by combine, and back.
 
-    A leg copies the R rows in runs of T: from a tensor of T rows when writing, to one of T rows when reading, T being
-    the rank's number of tokens, so they are as well cached as can be. Everything is allocated and touched before.
+    A leg copies R rows in runs of T, from a tensor of T rows when writing and to one of T rows when reading, T being the
+    rank's number of tokens. As in the layer, the rows and tokens of the backward are other memory than those of the forward.
+    Everything is allocated and touched before.
     """
     num_rows = len(case.expected_rows(rank)[0])
-    rows = torch.ones(num_rows, case.hidden, dtype=case.dtype)
-    tokens = torch.ones(max(case.tokens, 1), case.hidden, dtype=case.dtype)
-    pieces = [(piece, tokens[: len(piece)]) for piece in torch.split(rows, max(case.tokens, 1))]
 
-    def write() -> None:
-        for piece, some in pieces:
-            piece.copy_(some)
+    def legs() -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
+        rows = torch.ones(num_rows, case.hidden, dtype=case.dtype)
+        source, target = (torch.ones(max(case.tokens, 1), case.hidden, dtype=case.dtype) for _ in range(2))
+        pieces = torch.split(rows, max(case.tokens, 1))
 
-    def read() -> None:
-        for piece, some in pieces:
-            some.copy_(piece)
+        def write() -> None:
+            for piece in pieces:
+                piece.copy_(source[: len(piece)])
+
+        def read() -> None:
+            for piece in pieces:
+                target[: len(piece)].copy_(piece)
+
+        return rows, write, read
+
+    rows, write, read = legs()
+    grad_rows, write_grad, read_grad = legs()
 
     def run() -> tuple[int, ...]:
         clock = [time.perf_counter_ns()]
-        for leg in (write, read, write, read):
+        for leg in (write, read, write_grad, read_grad):
             leg()
             clock.append(time.perf_counter_ns())
         return _differences(clock)
 
     def check() -> int:
-        tokens.fill_(3)
         rows.zero_()
+        grad_rows.zero_()
         write()
-        return int((rows != 3).sum())
+        write_grad()
+        return int((rows != 1).sum() + (grad_rows != 1).sum())
 
     return Contender("copies", run, check, parts=PARTS)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import importlib.util
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -73,7 +74,10 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised or died.
         ValueError: `ranks` is not what the launcher has started.
+        UnsupportedError: torch is missing, or what launched this says too little.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise UnsupportedError("torch is not installed: pip install torch. `a2a doctor` says what else is missing")
     started = launch()
     if started.world_size > 1:
         if ranks not in (None, started.world_size):

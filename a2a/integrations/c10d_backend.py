@@ -7,11 +7,13 @@ Decisions:
 
 * **A subclass of `dist.ProcessGroup`, not of `Backend`**, which Python can't subclass before torch 2.14. torch puts such a
   group in the place of its own and of everything else in the backend string. So the group itself makes the other
-  backends of the string, and torch's own one where the string says a2a. What isn't overridden here runs on those, in
-  C++: DDP, FSDP, DTensor, point to point, objects.
+  backends of the string, and torch's own one where the string says a2a.
+* **Everything else is delegated by name** (`DELEGATED`) to `native`, a plain group on the same inner backends. A method that
+  Python leaves to C++ runs with the GIL held (`WORK_OVERRIDE` in torch's PyProcessGroup.hpp) and waits for gloo's queue,
+  whose thread holds its lock and waits for the GIL, to drop the last call's tensors: a deadlock within 200 calls.
+* **What a2a gives back to torch arrives here a second time**, within the first call, since its baseline runs on the same
+  group. That one goes to `native`, as does what a2a can't serve at all.
 * **The backend string is read from torch's frame** (`_requested`): torch doesn't pass it on and files it only later.
-* **What a2a gives back to torch arrives here a second time**, within the first call (its baseline runs on the same group);
-  that one, and what a2a can't serve at all, goes to `native`, a plain group on the same inner backends.
 * **The communicator is made at the first all-to-all**, in which every rank of the group takes part anyway. Making a group
   stays cheap, and one that exchanges no tokens has no shared memory.
 * **Handing over depends only on what is equal on all ranks**: the device type, the backend string, how the set-up went.
@@ -75,7 +77,7 @@ def _gloo(setup: Setup) -> Inner | None:
     if not dist.is_gloo_available():
         return None
     backend = dist.ProcessGroupGloo(setup.store, setup.rank, setup.world_size, setup.timeout)
-    _describe(backend.options, setup)
+    _describe(getattr(backend, "options", None), setup)
     return Inner("gloo", dist.ProcessGroup.BackendType.GLOO, backend)
 
 
@@ -93,6 +95,8 @@ def _nccl(setup: Setup) -> Inner | None:
 
 def _describe(options: Any, setup: Setup) -> None:
     """Tell an inner backend which group it is part of, for its logs and dumps."""
+    if options is None:  # an older torch's gloo
+        return
     options.global_ranks_in_group = list(setup.global_ranks)
     options.group_name = setup.group_name
 
@@ -101,6 +105,42 @@ def _describe(options: Any, setup: Setup) -> None:
 INNER: dict[str, Callable[[Setup], Inner | None]] = {"gloo": _gloo, "nccl": _nccl}
 # Which of them stands under a2a on each device type.
 UNDER: dict[str, str] = {"cpu": "gloo", "cuda": "nccl"}
+# What `native` does, under the names that this torch has.
+DELEGATED = (
+    *("_allgather_base", "_end_coalescing", "_reduce_scatter_base", "_start_coalescing", "all_gather_single"),
+    *(
+        "all_gather_single_coalesced",
+        "allgather",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "allreduce",
+    ),
+    *("allreduce_coalesced", "barrier", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
+)
+
+
+def _make_inner(setup: Setup) -> dict[str, Inner]:
+    """torch's own backends, one for each device type that was asked for and that this machine has."""
+    made: dict[str, Inner | None] = {}
+    inner: dict[str, Inner] = {}
+    for device_type, requested in setup.requested.items():
+        name = UNDER.get(device_type, "") if requested == NAME else requested
+        if name not in INNER:
+            raise ValueError(
+                f"backend a2a: can't set up {device_type}:{requested} in one group with a2a; it knows {', '.join(INNER)}, "
+                f"and a2a on {', '.join(UNDER)}"
+            )
+        if name not in made:
+            made[name] = INNER[name](replace(setup, store=PrefixStore(name, setup.store)))
+        backend = made[name]
+        if backend is not None:
+            inner[device_type] = backend
+    if not inner:
+        raise ValueError(f"backend a2a: this machine has none of the devices asked for: {', '.join(setup.requested)}")
+    for backend in {id(one): one for one in inner.values()}.values():
+        backend.backend._set_sequence_number_for_group()
+    return inner
 
 
 class _Done(Work):
@@ -163,11 +203,24 @@ class _Pending(Work):
         return result
 
 
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _delegated(name: str) -> Callable[..., Work]:
+    def call(self: A2AProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        work: Work | None = getattr(self.native, name)(*args, **kwargs)
+        return self._done if work is None else work  # None answers a synchronous call
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
 class A2AProcessGroup(dist.ProcessGroup):
     """A process group whose `all_to_all_single` and `alltoall` are a2a's and whose other methods are torch's.
 
     Attributes:
-        native: a plain group of the same ranks and inner backends, which a2a never sees.
+        native: a plain group of the same ranks and inner backends.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -256,11 +309,11 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._close()
-        super().shutdown()
+        self.native.shutdown()
 
     def abort(self) -> None:
         self._close()
-        super().abort()
+        self.native.abort()
 
     def _close(self) -> None:
         self._shut = True
@@ -318,31 +371,9 @@ class A2AProcessGroup(dist.ProcessGroup):
         return self._done if work is None else work
 
 
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
-
-
-def _make_inner(setup: Setup) -> dict[str, Inner]:
-    """torch's own backends, one for each device type that was asked for and that this machine has."""
-    made: dict[str, Inner | None] = {}
-    inner: dict[str, Inner] = {}
-    for device_type, requested in setup.requested.items():
-        name = UNDER.get(device_type, "") if requested == NAME else requested
-        if name not in INNER:
-            raise ValueError(
-                f"backend a2a: can't set up {device_type}:{requested} in one group with a2a; it knows {', '.join(INNER)}, "
-                f"and a2a on {', '.join(UNDER)}"
-            )
-        if name not in made:
-            made[name] = INNER[name](replace(setup, store=PrefixStore(name, setup.store)))
-        backend = made[name]
-        if backend is not None:
-            inner[device_type] = backend
-    if not inner:
-        raise ValueError(f"backend a2a: this machine has none of the devices asked for: {', '.join(setup.requested)}")
-    for backend in {id(one): one for one in inner.values()}.values():
-        backend.backend._set_sequence_number_for_group()
-    return inner
+for _name in DELEGATED:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(A2AProcessGroup, _name, _delegated(_name))
 
 
 def _requested() -> dict[str, str]:
@@ -373,5 +404,6 @@ def _create(options: Any, backend_options: object | None) -> A2AProcessGroup:
 
 
 def register() -> None:
-    """Make "a2a" a backend name of torch.distributed; `import a2a` does it. Safe to repeat."""
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    """Make "a2a" a backend name of torch.distributed. `import a2a` does it; torch's entry point may do it again."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

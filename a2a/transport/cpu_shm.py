@@ -264,6 +264,11 @@ class CpuShm(Transport):
         """Hand `buffer` out piece by piece, as tensors; instead of `tensor` and `release`."""
         return TensorPool(self, buffer, self._lib.a2a_pool_child(self._pool_of(buffer), buffer.pointer, buffer.num_bytes))
 
+    def private_pool(self, num_bytes: int) -> TensorPool | None:
+        """The same of this rank's own memory, in huge pages where the system grants them. None if there is no room."""
+        pool: int | None = self._lib.a2a_pool_private(num_bytes)
+        return None if pool is None else TensorPool(self, SymmetricBuffer(0, 0, num_bytes), pool)
+
     def is_symmetric(self, pointer: int, num_bytes: int) -> bool:
         return bool(self._lib.a2a_is_symmetric(self.handle, pointer, num_bytes))
 
@@ -406,13 +411,13 @@ class CpuShm(Transport):
 
 
 class TensorPool:
-    """Symmetric memory of one rank that goes out as tensors and comes back when they die. Not collective."""
+    """Memory of one rank that goes out as tensors and comes back when they die. Not collective."""
 
     def __init__(self, transport: CpuShm, buffer: SymmetricBuffer, pool: int) -> None:
         self._transport, self._buffer, self._pool, self._lib = transport, buffer, pool, cpu.lib()
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
-        """(pointer, symmetric address) of a new block, or None when the pool is full."""
+        """(pointer, symmetric address) of a new block, or None when the pool is full. A private pool's addresses mean nothing."""
         pointer: int | None = self._lib.a2a_pool_take(self._pool, num_bytes)
         return None if pointer is None else (pointer, self._buffer.address + pointer - self._buffer.pointer)
 

@@ -101,6 +101,7 @@ A2A_API int a2a_moe_spread(a2a_moe*, uint32_t request, const void* g, uint32_t t
 // --- pools: blocks of a segment that are handed out as tensors and come back through a DLPack deleter
 typedef struct a2a_pool a2a_pool;
 A2A_API a2a_pool* a2a_pool_create(void* map, size_t map_bytes, void* mine, size_t mine_bytes);
+A2A_API a2a_pool* a2a_pool_private(size_t bytes);                // null on failure
 A2A_API a2a_pool* a2a_pool_child(a2a_pool* parent, void* block, size_t bytes);
 A2A_API void* a2a_pool_take(a2a_pool*, size_t bytes);              // null when full
 A2A_API void a2a_pool_shrink(a2a_pool*, void* p, size_t bytes);

@@ -24,7 +24,7 @@ namespace {
 constexpr std::uint64_t kMagic = 0x3161326132613261ull;
 constexpr std::uint32_t kAbi = 1;
 constexpr std::uint64_t kSliceNs = 20'000'000;   // a sleeping rank looks around this often
-constexpr std::uint32_t kYields = 64;
+constexpr std::uint32_t kYields = 32;
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -266,7 +266,7 @@ a2a_context* a2a_attach(void* base, size_t mapped_bytes, uint32_t rank, uint32_t
     c->pidfds = static_cast<int*>(std::malloc(world * sizeof(int)));
     std::memcpy(c->pidfds, pidfds, world * sizeof(int));
   }
-  c->stream_bytes = 2 << 20;
+  c->stream_bytes = std::size_t(2) << 20;
   a2a_set_timeout(reinterpret_cast<a2a_context*>(c), timeout_s);
   c->queue = queue_create();
   simd();

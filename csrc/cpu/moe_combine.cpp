@@ -52,8 +52,8 @@ struct Combine {
   bool partial(std::uint32_t source, std::uint32_t token, std::uint32_t at, std::uint32_t columns, std::uint8_t* out) const {
     const std::int64_t i = index.first_token[source] + token;
     const std::int32_t from = index.start[i], to = index.start[i + 1];
-    if (to < index.start[i + 2] && !row_index)  // the next token's first row is far away: ask for it now
-      prefetch(rows + std::size_t(index.rows[to]) * m.row_bytes() + at * m.element(), columns * m.element());
+    for (std::int32_t r = to; r < index.start[i + 2] && !row_index; r++)  // the next token's rows are far away: ask for them now
+      prefetch(rows + std::size_t(index.rows[r]) * m.row_bytes() + at * m.element(), columns * m.element());
     if (from == to) return false;
     const void* in[32 * 2];
     float w[32 * 2];

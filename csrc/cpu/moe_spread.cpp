@@ -57,8 +57,8 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
     const std::uint32_t at = tile * wire.cut.tile_columns, columns = wire.columns(m, tile);
     for (std::uint32_t t = 0; t < n; t++) {
       const std::int64_t i = index.first_token[source] + t0 + t;
-      if (weight_grads && t + 1 < n && index.start[i + 1] < index.start[i + 2])  // the next token's expert row is far away
-        prefetch(static_cast<const std::uint8_t*>(rows) + std::size_t(index.rows[index.start[i + 1]]) * row_bytes + at * element, columns * element);
+      for (std::int32_t r = index.start[i + 1]; weight_grads && t + 1 < n && r < index.start[i + 2]; r++)
+        prefetch(static_cast<const std::uint8_t*>(rows) + std::size_t(index.rows[r]) * row_bytes + at * element, columns * element);
       if (index.start[i] == index.start[i + 1]) continue;
       const std::uint8_t* in = raw ? raw + std::size_t(t0 + t) * row_bytes + at * element : slot + wire.rows_at + t * wire.stride;
       if (!raw && m.wire != kNoWire) {

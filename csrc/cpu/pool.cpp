@@ -83,6 +83,18 @@ a2a_pool* a2a_pool_create(void* map, size_t map_bytes, void* mine, size_t mine_b
   return p;
 }
 
+// A pool of private memory, in huge pages where the system grants them on request. Only address space until it is written.
+a2a_pool* a2a_pool_private(size_t bytes) {
+  const std::size_t huge = 2 << 20;
+  bytes = a2a::align_up(bytes, huge);
+  auto* map = static_cast<std::uint8_t*>(
+      mmap(nullptr, bytes + huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (map == MAP_FAILED) return nullptr;
+  auto* mine = reinterpret_cast<std::uint8_t*>(a2a::align_up(reinterpret_cast<std::uintptr_t>(map), huge));
+  madvise(mine, bytes, MADV_HUGEPAGE);
+  return a2a_pool_create(map, bytes + huge, mine, bytes);
+}
+
 // A pool inside one block of another.
 a2a_pool* a2a_pool_child(a2a_pool* parent, void* block, size_t bytes) {
   a2a_pool* p = a2a_pool_create(nullptr, 0, block, bytes);

@@ -423,18 +423,33 @@ void scale_dot(u32 dtype, void* out, const void* g, const void* rows, float w, f
   scale_dot_to<F16>(out, g, rows, w, lanes, first, columns, past_cache);
 }
 
-// Halve 256 lanes into one: lane[c] += lane[c + 128], then 64, 32, ... 1, by column. As long as a half is whole steps, the
-// type's own order does not matter.
+// Halve 256 lanes into one: lane[c] += lane[c + 128], then 64, 32, ... 1, by column. In the split order a half of whole pairs is
+// the same half of the even and of the odd elements, and the last one adds the two.
 float fold(u32 dtype, const float* lanes) {
-  constexpr std::size_t kWhole = kStep > 16 ? kStep : 16;
-  alignas(64) float sum[kBlock / 2], in_order[kWhole];
+#if A2A_LEVEL >= 2
+  Floats v[kBlock / kWidth];
+  for (std::size_t k = 0; k < kBlock / kWidth; k++) v[k] = read(lanes + k * kWidth);
+  for (std::size_t half = kBlock / kWidth / 2; half >= 2; half /= 2)
+    for (std::size_t k = 0; k < half; k++) v[k] = plus(v[k], v[k + half]);
+  float low[kWidth], high[kWidth];
+  const bool split = dtype == kBfloat16;
+  if (!split) v[0] = plus(v[0], v[1]);
+  write(low, v[0]);
+  write(high, v[1]);
+  for (std::size_t half = kWidth / 2; half; half /= 2)
+    for (std::size_t c = 0; c < half; c++) {
+      low[c] = low[c] + low[c + half];
+      high[c] = high[c] + high[c + half];
+    }
+  return split ? low[0] + high[0] : low[0];
+#else
+  (void)dtype;
+  float sum[kBlock / 2];
   for (std::size_t c = 0; c < kBlock / 2; c++) sum[c] = lanes[c] + lanes[c + kBlock / 2];
-  for (std::size_t half = kBlock / 4; half >= kWhole; half /= 2)
+  for (std::size_t half = kBlock / 4; half; half /= 2)
     for (std::size_t c = 0; c < half; c++) sum[c] = sum[c] + sum[c + half];
-  for (std::size_t c = 0; c < kWhole; c++) in_order[c] = sum[dtype == kBfloat16 ? lane_of<Bf16>(c) : c];
-  for (std::size_t half = kWhole / 2; half; half /= 2)
-    for (std::size_t c = 0; c < half; c++) in_order[c] = in_order[c] + in_order[c + half];
-  return in_order[0];
+  return sum[0];
+#endif
 }
 
 // ---------------------------------------------------------------- e4m3 with block scales

@@ -1,0 +1,162 @@
+"""What torch builds on process groups works on backend "a2a": functional collectives, compiled code, DDP, FSDP2 and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from a2a_world import A2AWorld, exchange, received, same, sent, served
+from pool import Pool
+
+
+@pytest.fixture(scope="module")
+def own_pool(pool: Pool | None) -> Iterator[Pool]:
+    if pool is None:
+        pytest.skip("makes default groups of its own, which torchrun's ranks can't")
+    with Pool() as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def two(own_pool: Pool) -> A2AWorld:
+    return A2AWorld(own_pool, 2)
+
+
+@pytest.fixture(scope="module")
+def four(own_pool: Pool) -> A2AWorld:
+    return A2AWorld(own_pool, 4)
+
+
+def check_functional() -> None:
+    before = served()
+    same(funcol.wait_tensor(funcol.all_to_all_single(sent(), None, None, dist.group.WORLD)), received())
+    size = dist.get_world_size()
+    out = funcol.all_to_all_single(sent(), [2] * size, [2] * size, dist.group.WORLD)
+    same(out + 0, received())
+    leaf = sent().requires_grad_()
+    (funcol.all_to_all_single_autograd(leaf, None, None, dist.group.WORLD) * received().detach()).sum().backward()
+    same(leaf.grad, sent())  # what came back is what the receiver multiplied with: 10 x own rank + receiver
+    assert served() == before + 4
+
+
+def test_functional_collectives_and_their_gradient(two: A2AWorld) -> None:
+    two.run(check_functional)
+
+
+def functional_step(x: torch.Tensor) -> torch.Tensor:
+    return funcol.all_to_all_single_autograd(x * 2, None, None, dist.group.WORLD) + 1
+
+
+def imperative_step(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    dist.all_to_all_single(output, x * 2)
+    return output + 1
+
+
+def check_compiled() -> None:
+    before = served()
+    leaf = sent().requires_grad_()
+    result = torch.compile(functional_step, backend="aot_eager", fullgraph=True)(leaf)
+    same(result.detach(), received() * 2 + 1)
+    result.sum().backward()
+    same(leaf.grad, torch.full_like(leaf, 2.0))
+    compiled = torch.compile(imperative_step, backend="aot_eager", fullgraph=True)
+    same(compiled(torch.empty_like(received()), sent()), received() * 2 + 1)
+    assert served() == before + 3
+
+
+def test_compiled_with_fullgraph(two: A2AWorld) -> None:
+    two.run(check_compiled)
+
+
+def check_ddp() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1 + dist.get_rank())  # DDP sends rank 0's
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    same(model.weight.detach(), torch.ones(2, 3))
+    x = torch.full((1, 3), float(dist.get_rank()))
+    replica(x).sum().backward()
+    same(model.weight.grad, torch.full((2, 3), sum(range(dist.get_world_size())) / dist.get_world_size()))
+
+
+def test_ddp(two: A2AWorld) -> None:
+    two.run(check_ddp)
+
+
+def check_fsdp2() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    reference = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.randn(size, 4)
+    model(x[rank : rank + 1]).sum().backward()
+    (reference(x).sum() / size).backward()
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+def test_fsdp2(two: A2AWorld) -> None:
+    two.run(check_fsdp2)
+
+
+def check_dtensor() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(16.0).view(4, 4)
+    rows = DTensor.from_local(whole.chunk(size)[rank], mesh, [Shard(0)])
+    columns = rows.redistribute(mesh, [Shard(1)])  # on a CPU torch gathers and cuts
+    same(columns.to_local(), whole.chunk(size, dim=1)[rank])
+    same(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
+    same(DTensor.from_local(whole, mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local(), whole * size)
+    before = served()
+    local = torch.ops._dtensor.shard_dim_alltoall(rows.to_local(), 0, 1, mesh.get_group().group_name)  # elsewhere: this
+    same(local, whole.chunk(size, dim=1)[rank])
+    assert served() == before + 1
+
+
+def test_dtensor_redistributes(two: A2AWorld) -> None:
+    two.run(check_dtensor)
+
+
+def check_mesh() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    for name, members in (("rows", [rank % 2, rank % 2 + 2]), ("columns", [rank // 2 * 2, rank // 2 * 2 + 1])):
+        group = mesh.get_group(name)
+        assert dist.get_process_group_ranks(group) == members
+        output = torch.empty(2, dtype=torch.int64)
+        dist.all_to_all_single(output, torch.tensor([10 * rank + members[0], 10 * rank + members[1]]), group=group)
+        same(output, torch.tensor([10 * members[0] + rank, 10 * members[1] + rank]))
+        assert served(group) == 1
+
+
+def test_device_mesh_has_groups_on_a2a(four: A2AWorld) -> None:
+    four.run(check_mesh)
+
+
+def check_fake() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    group = dist.new_group(backend="a2a")
+    with FakeTensorMode():
+        output, source = torch.empty(4), torch.ones(4)
+        dist.all_to_all_single(output, source, group=group)
+        assert output.shape == (4,)
+    assert group.stats() == {"communicator": None, "handed_over": {}}
+    exchange(group)
+
+
+def test_fake_tensors_move_no_data(two: A2AWorld) -> None:
+    two.run(check_fake)
