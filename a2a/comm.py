@@ -14,6 +14,7 @@ import atexit
 import datetime
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -102,18 +103,20 @@ class Communicator:
         Cost: a few hundred microseconds and one touch of every page. Not for the inner loop.
         Like: torch.distributed._symmetric_memory.empty.
         """
+        transport = self.require_transport("comm.empty")
         if len(shape) == 2 and isinstance(shape[1], torch.dtype):
             shape, dtype = shape[:1], shape[1]
-        sizes = tuple(int(n) for n in (shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape))
-        dtype = dtype or torch.get_default_dtype()
-        transport = self.require_transport("comm.empty")
-        numel = 1
-        for n in sizes:
-            if n < 0:
-                raise ValueError(f"comm.empty: negative size in {sizes}")
-            numel *= n
-        buffer = transport.alloc(numel * dtype.itemsize, f"comm.empty({list(sizes)}, {_name(dtype)})")
-        return transport.tensor(buffer)[: numel * dtype.itemsize].view(dtype).view(sizes)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        try:
+            sizes = _sizes(shape)
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"comm.empty: dtype must be a torch.dtype; got {dtype!r}")
+        except (ValueError, TypeError) as error:
+            transport.refuse_alloc(f"{type(error).__name__}: {error}")
+            raise
+        num_bytes = math.prod(sizes) * dtype.itemsize
+        buffer = transport.alloc(num_bytes, f"comm.empty({list(sizes)}, {_name(dtype)})")
+        return transport.tensor(buffer)[:num_bytes].view(dtype).view(sizes)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: collectives, bytes per way, and for each peer how often and how long it was late."""
@@ -196,8 +199,9 @@ class Communicator:
 
     def keep(self, work: Work) -> None:
         """Hold on to asynchronous work, and through it to its tensors, until it is done."""
-        for done in [w for w in self._inflight if w._settle(0.0)] if len(self._inflight) >= 32 else []:
-            self.forget(done)
+        if len(self._inflight) >= 32:
+            for earlier in list(self._inflight):
+                earlier._settle(0.0)  # forgets itself when done
         self._inflight.add(work)
 
     def forget(self, work: Work) -> None:
@@ -261,15 +265,15 @@ def communicator(group: Any = None, topology: Topology | None = None, timeout: A
     return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group)
 
 
-def implicit(group: Any) -> Communicator:
-    """The communicator that belongs to `group`, made now if this is its first use (then collective)."""
+def implicit(group: Any, op: str = "a2a") -> Communicator:
+    """The communicator that belongs to `group`, made now if this is its first use (then collective). `op`: for errors."""
     key = id(group)
     known = _implicit.get(key)
     if known is not None and known[0]() is group and not known[1]._closed:
         return known[1]
-    group = _resolve_group(group, "a2a")
+    group = _resolve_group(group, op)
     if known is not None and known[0]() is group:
-        known[1].check_open("a2a")
+        known[1].check_open(op)
     comm = communicator(group)
     _implicit[key] = (weakref.ref(group, lambda _: _forget(key)), comm)
     return comm
@@ -363,6 +367,17 @@ def store_exchange(store: Any, rank: int, world_size: int, timeout_s: float, pre
         return everyone
 
     return exchange
+
+
+def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    values = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
+    try:
+        sizes = tuple(n.__index__() for n in values)
+    except (AttributeError, TypeError):
+        raise TypeError(f"comm.empty: shape must be integers or one sequence of them; got {shape}") from None
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"comm.empty: negative size in {sizes}")
+    return sizes
 
 
 def _name(dtype: torch.dtype) -> str:

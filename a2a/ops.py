@@ -8,6 +8,7 @@ on that rank, whose peers are told with the communicator still in step; what onl
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -65,7 +66,7 @@ def all_to_all_single(
     """
     if _is_compiling():
         return _traced("all_to_all_single", output, input, output_split_sizes, input_split_sizes, group, async_op)
-    comm = group if type(group) is Communicator else _comm(group)
+    comm = group if type(group) is Communicator else _comm(group, "all_to_all_single")
     if output_split_sizes is None and input_split_sizes is None and not async_op and type(input) is type(output) is _Tensor:
         even = comm.plans.get((input.dtype, input.shape, output.dtype, output.shape))
         if (
@@ -102,16 +103,16 @@ def all_to_all(
     """
     if _is_compiling():
         return _traced("all_to_all", output_tensor_list, input_tensor_list, group, async_op)
-    comm = group if type(group) is Communicator else _comm(group)
+    comm = group if type(group) is Communicator else _comm(group, "all_to_all")
     with _named("all_to_all"):
         return _all_to_all_list(comm, output_tensor_list, input_tensor_list, async_op)
 
 
-def _comm(group: Any) -> Communicator:
+def _comm(group: Any, op: str) -> Communicator:
     known = _implicit.get(id(torch.distributed.group.WORLD if group is None else group))
     if known is not None and (group is None or known[0]() is group) and not known[1]._closed:
         return known[1]
-    return implicit(torch.distributed.group.WORLD if group is None else group)
+    return implicit(torch.distributed.group.WORLD if group is None else group, op)
 
 
 def _traced(name: str, *args: Any) -> Any:
@@ -237,7 +238,13 @@ def _tensor(value: Any, what: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
-        return torch.from_numpy(value)
+        if value.flags.writeable:
+            return torch.from_numpy(value)
+        if "output" in what:
+            raise ValueError(f"{what} is a read-only NumPy array")
+        with warnings.catch_warnings():  # torch warns that nobody may write to the tensor; nobody does
+            warnings.simplefilter("ignore")
+            return torch.from_numpy(value)
     if hasattr(value, "__dlpack__"):
         return torch.from_dlpack(value)
     raise TypeError(f"{what} must be a torch tensor, a NumPy array or an object with __dlpack__; got {type(value)}")
@@ -261,11 +268,13 @@ def _check_pair(op: str, comm: Communicator, out: torch.Tensor, inp: torch.Tenso
             raise ValueError(f"{op}: {which} is {tensor.layout}; only strided (dense) tensors can be exchanged")
         if tensor.is_quantized:
             raise TypeError(f"{op}: {which} is quantized; exchange its int_repr()")
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if out.numel() and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"{op}: output has several elements in one place (expanded, stride 0); pass output.contiguous()")
 
 
 def _splits(op: str, which: str, splits: Any, rows: int, world_size: int) -> list[int]:
+    if splits is not None and not hasattr(splits, "__len__"):
+        raise TypeError(f"{op}: {which}_split_sizes must be a sequence of integers; got {splits!r} of {type(splits)}")
     if splits is None or len(splits) == 0:
         if rows % world_size:
             raise ValueError(

@@ -411,7 +411,7 @@ WAYS = {"sync": exchange, "async": exchange_later, "functional": exchange_functi
 
 
 def check_death(how: str) -> tuple[str, int, float]:
-    exchange()
+    WAYS[how]()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
@@ -450,9 +450,11 @@ def check_no_shared_memory() -> None:
     try:
         for _ in range(3):
             exchange(group)
-        pieces = list(torch.empty_like(received()).chunk(2))
-        dist.all_to_all(pieces, list(sent().chunk(2)), group=group)
-        same(torch.cat(pieces), received())
+        rank, size = dist.get_rank(), dist.get_world_size()
+        outputs = [torch.empty(rank + 1, 2) for _ in range(size)]  # uneven: gloo refuses these
+        dist.all_to_all(outputs, [torch.full((peer + 1, 2), float(rank)) for peer in range(size)], group=group)
+        for peer, output in enumerate(outputs):
+            same(output, torch.full((rank + 1, 2), float(peer)))
     finally:
         c10d_backend.implicit = original
         logging.getLogger("a2a").removeHandler(heard)

@@ -1,4 +1,4 @@
-"""What torch builds on process groups works on backend "a2a": functional collectives, compiled code, DDP, FSDP2 and so on."""
+"""What torch builds on process groups works on backend "a2a": functional collectives, compiled code, DDP, FSDP2, ..."""
 
 from __future__ import annotations
 
@@ -97,9 +97,10 @@ def check_fsdp2() -> None:
     reference = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    mesh = init_device_mesh("cpu", (size,))
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     x = torch.randn(size, 4)
     model(x[rank : rank + 1]).sum().backward()
     (reference(x).sum() / size).backward()

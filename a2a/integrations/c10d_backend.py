@@ -21,8 +21,9 @@ Decisions:
   callers in C++ find either without a detour.
 * **All synchronous calls return one finished Work**, never None: C++ waits on what it gets.
 
-Not served: `dist.monitored_barrier` insists on a backend named gloo (the method `group.monitored_barrier()` works), and the
-timeout of a single call (`opts.timeout`) is not looked at: the group's counts, or that of `Work.wait(timeout)`.
+Limits: `dist.monitored_barrier` insists on a backend named gloo (the method `group.monitored_barrier()` works). torch batches
+`dist.batch_isend_irecv` for its own class only, so CUDA tensors that two ranks send each other there may block: give
+pipelines a group on NCCL. The timeout of a single call (`opts.timeout`) is not looked at, that of `Work.wait` is.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -43,104 +43,20 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from a2a.comm import Communicator, implicit
 from a2a.errors import UnsupportedError
+from a2a.integrations.c10d_inner import NAME, Setup, alltoall_in_one_call, make_inner
 from a2a.ops import all_to_all, all_to_all_single
 
-NAME = "a2a"
 _log = logging.getLogger("a2a")
 _PLAIN = (Tensor, torch.nn.Parameter)  # any other kind (FakeTensor, DTensor, ...) has no memory of its own to send
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What an inner backend is made from."""
-
-    store: Store
-    rank: int
-    world_size: int
-    timeout: timedelta
-    requested: Mapping[str, str]  # device type -> backend name
-    group_name: str = ""
-    global_ranks: Sequence[int] = ()
-    options: object | None = None
-
-
-@dataclass(frozen=True)
-class Inner:
-    """torch's own backend for one device type."""
-
-    name: str
-    kind: dist.ProcessGroup.BackendType
-    backend: Any
-
-
-def _gloo(setup: Setup) -> Inner | None:
-    if not dist.is_gloo_available():
-        return None
-    backend = dist.ProcessGroupGloo(setup.store, setup.rank, setup.world_size, setup.timeout)
-    _describe(getattr(backend, "options", None), setup)
-    return Inner("gloo", dist.ProcessGroup.BackendType.GLOO, backend)
-
-
-def _nccl(setup: Setup) -> Inner | None:
-    if not (dist.is_nccl_available() and torch.cuda.is_available()):
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    if isinstance(setup.options, dist.ProcessGroupNCCL.Options):
-        options = setup.options
-    options._timeout = setup.timeout
-    _describe(options, setup)
-    backend = dist.ProcessGroupNCCL(setup.store, setup.rank, setup.world_size, options)
-    return Inner("nccl", dist.ProcessGroup.BackendType.NCCL, backend)
-
-
-def _describe(options: Any, setup: Setup) -> None:
-    """Tell an inner backend which group it is part of, for its logs and dumps."""
-    if options is None:  # an older torch's gloo
-        return
-    options.global_ranks_in_group = list(setup.global_ranks)
-    options.group_name = setup.group_name
-
-
-# How torch's own backends are made; None where this machine or build has none.
-INNER: dict[str, Callable[[Setup], Inner | None]] = {"gloo": _gloo, "nccl": _nccl}
-# Which of them stands under a2a on each device type.
-UNDER: dict[str, str] = {"cpu": "gloo", "cuda": "nccl"}
 # What `native` does, under the names that this torch has.
 DELEGATED = (
-    *("_allgather_base", "_end_coalescing", "_reduce_scatter_base", "_start_coalescing", "all_gather_single"),
-    *(
-        "all_gather_single_coalesced",
-        "allgather",
-        "allgather_coalesced",
-        "allgather_into_tensor_coalesced",
-        "allreduce",
-    ),
-    *("allreduce_coalesced", "barrier", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter"),
-    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
+    *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "barrier", "broadcast", "gather"),
+    *("reduce", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "scatter", "send", "recv", "recv_anysource"),
+    *("_start_coalescing", "_end_coalescing"),
 )
-
-
-def _make_inner(setup: Setup) -> dict[str, Inner]:
-    """torch's own backends, one for each device type that was asked for and that this machine has."""
-    made: dict[str, Inner | None] = {}
-    inner: dict[str, Inner] = {}
-    for device_type, requested in setup.requested.items():
-        name = UNDER.get(device_type, "") if requested == NAME else requested
-        if name not in INNER:
-            raise ValueError(
-                f"backend a2a: can't set up {device_type}:{requested} in one group with a2a; it knows {', '.join(INNER)}, "
-                f"and a2a on {', '.join(UNDER)}"
-            )
-        if name not in made:
-            made[name] = INNER[name](replace(setup, store=PrefixStore(name, setup.store)))
-        backend = made[name]
-        if backend is not None:
-            inner[device_type] = backend
-    if not inner:
-        raise ValueError(f"backend a2a: this machine has none of the devices asked for: {', '.join(setup.requested)}")
-    for backend in {id(one): one for one in inner.values()}.values():
-        backend.backend._set_sequence_number_for_group()
-    return inner
 
 
 class _Done(Work):
@@ -228,7 +144,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         super().__init__(setup.rank, setup.world_size)  # type: ignore[call-arg]
         self._a2a_store = PrefixStore("a2a", setup.store)  # where the ranks meet for their communicator
         self.native = dist.ProcessGroup(PrefixStore("native", setup.store), setup.rank, setup.world_size)
-        self._inner = _make_inner(setup)
+        self._inner = make_inner(setup)
         self._served = {device_type for device_type, name in setup.requested.items() if name == NAME}
         self._comms: dict[str, Communicator] = {}  # device type -> what serves it
         self._refusals: dict[str, str] = {}  # device type -> why nothing does
@@ -280,7 +196,12 @@ class A2AProcessGroup(dist.ProcessGroup):
         first = input_tensors[0] if input_tensors else torch.empty(0)
         comm = self._serving(first)
         if comm is None:
-            work = self.native.alltoall(output_tensors, input_tensors, *_given(opts))
+            inner = self._inner.get(first.device.type)
+            work: Work | None = None
+            if inner is None or inner.takes_lists:
+                work = self.native.alltoall(output_tensors, input_tensors, *_given(opts))
+            else:
+                alltoall_in_one_call(self.native, output_tensors, input_tensors)
             return self._handed_over_work("all_to_all", first, work)
         self._thread.inside = True
         try:

@@ -67,6 +67,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_destroy": (None, (_P,)),
     "a2a_add_segment": (c_int, (_P, _P, _N)),
     "a2a_remove_segment": (None, (_P, c_int)),
+    "a2a_read": (c_int, (c_int, _U64, _P, _N)),
+    "a2a_enable_reads": (None, (_P, POINTER(c_int))),
     "a2a_failure": (_U64, (_P,)),
     "a2a_cause_text": (c_char_p, (_P, _U32)),
     "a2a_request_text": (c_char_p, (_P, _U32, _U32)),

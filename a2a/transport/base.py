@@ -80,6 +80,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def refuse_alloc(self, why: str) -> None:
+        """Tell the peers that this rank can't make its call of `alloc`."""
+
+    @abstractmethod
     def tensor(self, buffer: SymmetricBuffer) -> torch.Tensor:
         """This rank's part as a flat uint8 tensor. The memory stays until the tensor is gone, whatever is closed before."""
 

@@ -10,6 +10,9 @@ Decisions:
   have let go of. Garbage collection alone never changes what the ranks agree on.
 * **Deaths are seen through pidfds**, which a process opens on itself and hands to its peers: they work between process-id
   namespaces and, unlike a socket that a forked child keeps open, tell of the process itself.
+* **Ranks read each other's ordinary memory** (`process_vm_readv`) where the system lets every one of them: tried once, with a
+  secret, when the communicator is made. It saves ordinary tensors of middling size a copy. Nothing is done to get the
+  permission; without it they are staged, and `stats()` says why.
 * The mapping of a segment outlives `close()` for as long as a tensor needs it.
 """
 
@@ -17,13 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import secrets
 import struct
 import sys
+from collections.abc import Iterator
 from ctypes import c_int, c_uint8, c_uint64
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -101,7 +107,9 @@ class CpuShm(Transport):
         self._lib = cpu.lib()
         self.rank, self.world_size, self.timeout_s = wiring.rank, wiring.world_size, wiring.timeout_s
         self._interrupt: BaseException | None = None
-        self._callback = cpu.InterruptedCallback(self._interrupted)
+        checks = self._interrupt_checks()
+        next(checks)  # to where signal handlers are caught
+        self._callback = cpu.InterruptedCallback(checks.__next__)
         self._pid = os.getpid()
         self._closed = False
         self._arenas: list[_Arena] = []
@@ -132,7 +140,7 @@ class CpuShm(Transport):
         self.handle = handle
         self._control = (base, num_bytes, self._lib.a2a_pool_create(base, num_bytes, base, num_bytes))
         self._alloc_request = self.request("alloc", 0, "comm.empty or ExpertParallel(...)")
-        wiring.exchange("cpu_shm/ready", b"")  # nobody signals a rank that has not attached
+        self.why_no_reads = self._try_reads(wiring, pidfds)  # the exchange is a barrier: nobody signals before all have attached
 
     # ---- bringing memory up
 
@@ -144,7 +152,7 @@ class CpuShm(Transport):
                 fd = os.memfd_create("a2a", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.ftruncate(fd, num_bytes)
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            except OSError as error:
+            except (OSError, OverflowError) as error:
                 made = f"memfd_create of {num_bytes} bytes: {error}"
                 if fd >= 0:
                     os.close(fd)
@@ -176,10 +184,36 @@ class CpuShm(Transport):
             fd = os.pidfd_open(os.getpid())
         except (AttributeError, OSError) as error:  # Linux before 5.3, or a container that forbids it
             _log.warning("cpu_shm: pidfd_open: %s; a killed rank is noticed by the deadline only", error)
-        everyone = self._link.broadcast(self._link.gather(fd))
-        if fd >= 0:
-            os.close(fd)
+        gathered = self._link.gather(fd)
+        everyone = self._link.broadcast(gathered)
+        for own in (fd, *gathered):
+            if own >= 0:
+                os.close(own)
         return everyone
+
+    def _try_reads(self, wiring: Wiring, pidfds: list[int]) -> str:
+        """Let ranks read each other's ordinary memory, if the system lets all of them. Returns why not, or ""."""
+        secret = secrets.token_bytes(32)
+        here = ctypes.create_string_buffer(secret, 32)
+        offers = wiring.exchange("cpu_shm/read", ctypes.addressof(here).to_bytes(8, "little") + secret)
+        pids, problem = [0] * self.world_size, ""
+        for peer, offer in enumerate(offers):
+            pids[peer] = os.getpid() if peer == self.rank else _pid_of(pidfds[peer])
+            found = ctypes.create_string_buffer(32)
+            error = errno.ESRCH
+            if pids[peer] > 0:
+                error = self._lib.a2a_read(pids[peer], int.from_bytes(offer[:8], "little"), found, 32)
+            if error or found.raw != offer[8:]:
+                reason = os.strerror(error) if error else "the wrong process answers"
+                problem = problem or f"rank {self.rank} may not read rank {peer}'s memory (process_vm_readv: {reason})"
+        told = [t.decode() for t in wiring.exchange("cpu_shm/ready", problem.encode())]
+        del here
+        why = next((t for t in told if t), "")
+        if why:
+            _log.info("cpu_shm: %s; ordinary tensors are copied twice. In a container, allow ptrace between the ranks", why)
+        else:
+            self._lib.a2a_enable_reads(self.handle, (c_int * self.world_size)(*pids))
+        return why
 
     # ---- memory
 
@@ -202,6 +236,9 @@ class CpuShm(Transport):
             if peer != self.rank:  # page tables only: the pages are there
                 self._lib.a2a_populate(arena.base + peer * arena.stride + offset, num_bytes)
         return SymmetricBuffer((arena.segment + 1) << 48 | offset, pointer, num_bytes)
+
+    def refuse_alloc(self, why: str) -> None:
+        self._lib.a2a_refuse(self.handle, self._alloc_request, why.encode()[:1000])
 
     def _agree(self, num_bytes: int, what: str) -> None:
         """All ranks want the same block; blocks that all have let go of become free."""
@@ -231,7 +268,7 @@ class CpuShm(Transport):
         problem, base = b"", 0
         try:
             base = self._share(stride * self.world_size)
-        except (OSError, A2AError) as error:
+        except (OSError, OverflowError, A2AError) as error:
             problem = str(error).encode()[:200]
         for peer, theirs in enumerate(self._all_gather(problem.ljust(200, b"\0"), "alloc")):
             if text := theirs.rstrip(b"\0").decode(errors="replace"):
@@ -298,14 +335,23 @@ class CpuShm(Transport):
         if result := self._lib.a2a_barrier(self.handle, self._alloc_request):
             self.raise_failure(result, op)
 
-    def _interrupted(self) -> int:
-        """Called now and then by a kernel that waits: Python runs signal handlers here."""
-        try:
-            _let_signal_handlers_run()
-        except BaseException as error:
-            self._interrupt = error
-            return 1
-        return 0
+    def _interrupt_checks(self) -> Iterator[int]:
+        """Each step is called by a kernel that waits, for Python to run signal handlers; 1: one of them raised.
+
+        A generator, since handlers run as soon as a Python frame is entered: a function would not be in its `try` yet, while
+        this frame never leaves it.
+        """
+        result = 0
+        while True:
+            try:
+                while True:
+                    yield result
+                    result = 0
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                self._interrupt = error
+                result = 1
 
     def failed(self) -> bool:
         return bool(self._closed or self._lib.a2a_failure(self.handle))
@@ -345,7 +391,8 @@ class CpuShm(Transport):
                    f"{self._lib.a2a_epoch(self.handle)}). " if peer != self.rank else ". ")
                 + _LATE.format(peer),
                 2: f"rank {peer} died: rank {by} was waiting for it in {asked}. {_DIED}",
-                3: f"rank {peer} has closed this communicator: rank {by} was waiting for it in {asked}.",
+                3: f"rank {peer} has closed this communicator"
+                + (f": rank {by} was waiting for it in {asked}." if by != peer else " with work of its own in flight."),
             }[cause]  # fmt: skip
             name = {1: "timeout", 2: "died", 3: "closed"}[cause]
             raise PeerTimeoutError(what + again, rank=self.rank, peer=peer, op=asked, cause=name)
@@ -370,12 +417,13 @@ class CpuShm(Transport):
         return self._tensor(pool, word, 4).view(torch.int32).squeeze(0)
 
     def stats(self) -> dict[str, object]:
-        peers, totals = (c_uint64 * (3 * self.world_size))(), (c_uint64 * 5)()
+        peers, totals = (c_uint64 * (3 * self.world_size))(), (c_uint64 * 6)()
         self._lib.a2a_stats(self.handle, peers, totals)
         return {
             "transport": self.name,
+            "reads": self.why_no_reads or "allowed",
             "collectives": totals[0],
-            "bytes": dict(zip(("eager", "pushed", "pulled", "staged"), totals[1:], strict=True)),
+            "bytes": dict(zip(("eager", "pushed", "pulled", "read", "staged"), totals[1:], strict=True)),
             "peers": [
                 {"rank": p, "late": peers[3 * p], "late_us": peers[3 * p + 1] / 1e3, "longest_us": peers[3 * p + 2] / 1e3}
                 for p in range(self.world_size)
@@ -435,8 +483,13 @@ class TensorPool:
         self._lib.a2a_pool_close(self._pool)
 
 
-def _let_signal_handlers_run() -> None:
-    """Pending signal handlers run between any two bytecodes of the main thread; this is a place for them."""
+def _pid_of(pidfd: int) -> int:
+    """The process behind a pidfd, by the number that this process's namespace has for it; 0 if it has none."""
+    try:
+        with open(f"/proc/self/fdinfo/{pidfd}") as info:
+            return next((int(line.split()[1]) for line in info if line.startswith("Pid:")), 0)
+    except (OSError, ValueError):
+        return 0
 
 
 __all__ = ["CpuShm", "TensorPool"]

@@ -31,6 +31,9 @@ A2A_API int a2a_add_segment(a2a_context*, void* base, size_t stride);   // index
 A2A_API void a2a_remove_segment(a2a_context*, int index);
 A2A_API void a2a_populate(void* base, size_t bytes);  // touch pages, so that no op pays for it
 
+A2A_API int a2a_read(int pid, uint64_t from, void* to, size_t bytes);      // process_vm_readv: 0, or errno
+A2A_API void a2a_enable_reads(a2a_context*, const int* pids);              // when every rank may read every other; null: not
+
 // --- failures and facts
 A2A_API uint64_t a2a_failure(a2a_context*);           // 0, or cause << 48 | by << 32 | peer << 16 | text
 A2A_API const char* a2a_cause_text(a2a_context*, uint32_t rank);
@@ -41,7 +44,7 @@ A2A_API uint32_t a2a_peer_epoch(a2a_context*, uint32_t peer);
 A2A_API uint32_t a2a_epoch(a2a_context*);
 A2A_API uint32_t* a2a_ok_word(a2a_context*);
 A2A_API int a2a_dead_peers(a2a_context*, uint8_t* dead);  // how many; dead[p] = 1
-A2A_API void a2a_stats(a2a_context*, uint64_t* per_peer_3, uint64_t* totals_5);
+A2A_API void a2a_stats(a2a_context*, uint64_t* per_peer_3, uint64_t* totals_6);
 A2A_API int a2a_is_symmetric(a2a_context*, const void* p, size_t bytes);
 
 // --- collectives. `request` is the index that a2a_request gave to {digest, text}.

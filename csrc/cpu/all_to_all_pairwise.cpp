@@ -3,16 +3,17 @@
 // Ways     eager   at most eager_bytes: the data lies in the pair's eager slot before the entry is posted; one signal in all
 //          push    the receiver's memory is symmetric: the sender stores into it, then signals          one copy
 //          pull    else, the sender's is: the receiver loads from it, then signals                       one copy
-//          staged  neither: through a ring of slots, the copies of both sides overlapped                 two copies
+//          read    the same from ordinary memory, through the kernel, where ranks may read each other's    one copy
+//          staged  none of these: through a ring of slots, the copies of both sides overlapped                 two copies
 // Cost     1 step (eager) or 2; bytes written once a peer, plus once more where eager or staged
 // VISIBLE  eager:  S stores the slot, then entry.epoch (seq_cst); R loads epoch (acquire), then the slot.
 //          push:   S sees R's entry (R's out is free, its readers are done), stores into out, then push_done; R loads
 //                  push_done (acquire), then returns to its caller, who reads out.
-//          pull:   S's caller wrote in before the entry; R sees the entry, then loads in.
+//          pull, read: S's caller wrote in before the entry; R sees the entry, then loads in.
 //          staged: S stores slot n, then produced = n + 1; R loads produced (acquire), then the slot.
 //          Stores past the cache are weakly ordered: copy_stream ends with a store fence, before the signal.
 // REUSE    eager slots and entries: two, by parity; S posts epoch e + 2 after it saw R's entry e + 1, which R posts after it is
-//          done with e. in (pull): S returns after pull_done. Ring slot n: S waits for consumed > n - slots, which R stores
+//          done with e. in (pull, read): S returns after pull_done. Ring slot n: S waits for consumed > n - slots, which R stores
 //          after its last load. out (push): R's caller may overwrite it after R returned, i.e. after push_done.
 // PROGRESS nobody waits inside a copy: each pass tries every peer, and only a pass in which nothing moved idles. The entry is
 //          posted before anything is waited for. Ring space is freed by R's passes, which need nothing of S but data.
@@ -29,6 +30,8 @@ namespace a2a {
 namespace {
 
 constexpr std::size_t kStep = 512 << 10;  // bytes that one push or pull moves before the rings are served again
+// Larger pieces are staged: the kernel's copy goes through the cache, and two copies past it are as fast from here on.
+constexpr std::uint64_t kReadMost = 16 << 20;
 
 enum Way : std::uint8_t { kDone, kEager, kPush, kPull, kStaged };
 
@@ -36,6 +39,7 @@ struct PeerState {
   std::uint64_t sent, received;
   std::uint8_t* remote_out;        // push: where to store
   const std::uint8_t* remote_in;   // pull: where to load
+  std::uint64_t plain_in;          // read: where, in the peer's own addresses
   Way send, recv;
   bool send_moved, recv_moved;     // push or pull: all bytes are over; kDone comes with the signal
 };
@@ -83,7 +87,10 @@ struct Exchange {
     s.send = way(pair.send_bytes, entry.out_address, mine.in_address);
     s.recv = way(pair.recv_bytes, mine.out_address, entry.in_address);
     if (s.send == kPush) s.remote_out = c.at(p, entry.out_address);
-    if (s.recv == kPull) s.remote_in = c.at(p, entry.in_address);
+    if (s.recv == kPull && Context::is_plain(entry.in_address))
+      s.plain_in = entry.in_address;
+    else if (s.recv == kPull)
+      s.remote_in = c.at(p, entry.in_address);
     if (s.send == kEager) s.send = kDone;
     left += (s.send != kDone) + (s.recv != kDone);
   }
@@ -108,7 +115,7 @@ struct Exchange {
       return finish(s.send);
     }
     if (s.send == kPull) {
-      if (!mutant(kSkipPullDone) && !reached(c.word(Geometry::kPullDone, c.rank, p).load(std::memory_order_acquire), e)) return false;
+      if (!mutant(kSkipPullDone) && c.word(Geometry::kPullDone, c.rank, p).load(std::memory_order_acquire) != e) return false;
       return finish(s.send);
     }
     auto& produced = c.word(Geometry::kProduced, p, c.rank);  // only this rank writes it
@@ -118,7 +125,10 @@ struct Exchange {
       const std::uint32_t consumed = c.word(Geometry::kConsumed, c.rank, p).load(std::memory_order_acquire);
       if (!mutant(kIgnoreRingSpace) && reached(n, consumed + c.geo.ring_slots)) return moved;
       const std::size_t bytes = std::size_t(pair.send_bytes - s.sent < c.geo.slot_bytes ? pair.send_bytes - s.sent : c.geo.slot_bytes);
-      std::memcpy(c.ring(p, c.rank, n), pair.in + s.sent, bytes);
+      if (stream)
+        simd().copy_fetch(c.ring(p, c.rank, n), pair.in + s.sent, bytes);
+      else
+        std::memcpy(c.ring(p, c.rank, n), pair.in + s.sent, bytes);
       signal(c, p, produced, ++n);
       s.sent += bytes;
       moved = true;
@@ -138,15 +148,20 @@ struct Exchange {
       return finish(s.recv);
     }
     if (s.recv == kPush) {
-      if (!mutant(kSkipPushDone) && !reached(c.word(Geometry::kPushDone, c.rank, p).load(std::memory_order_acquire), e)) return false;
+      if (!mutant(kSkipPushDone) && c.word(Geometry::kPushDone, c.rank, p).load(std::memory_order_acquire) != e) return false;
       return finish(s.recv);
     }
     if (s.recv == kPull) {
       const std::size_t n = std::size_t(pair.recv_bytes - s.received < kStep ? pair.recv_bytes - s.received : kStep);
-      move(c, pair.out + s.received, s.remote_in + s.received, n, stream);
+      if (!s.plain_in) {
+        move(c, pair.out + s.received, s.remote_in + s.received, n, stream);
+      } else if (a2a_read(c.pids[p], s.plain_in + s.received, pair.out + s.received, n)) {
+        fail(c, kDied, p, text, nullptr);  // it waits for this rank, so its memory can only be gone with it
+        return false;
+      }
       s.received += n;
       if (s.received < pair.recv_bytes) return true;
-      c.bytes_pulled += pair.recv_bytes;
+      (s.plain_in ? c.bytes_read : c.bytes_pulled) += pair.recv_bytes;
       signal(c, p, c.word(Geometry::kPullDone, p, c.rank), e);
       return finish(s.recv);
     }
@@ -179,6 +194,8 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
     entry.send_bytes = pair.send_bytes;
     entry.recv_bytes = pair.recv_bytes;
     entry.in_address = pair.send_bytes > c.geo.eager_bytes ? c.address_of(pair.in, pair.send_bytes) : 0;
+    if (!entry.in_address && c.pids && pair.send_bytes > c.geo.eager_bytes && pair.send_bytes <= kReadMost)
+      entry.in_address = reinterpret_cast<std::uint64_t>(pair.in);
     entry.out_address = pair.recv_bytes > c.geo.eager_bytes ? c.address_of(pair.out, pair.recv_bytes) : 0;
     entry.text = text;
     if (pair.send_bytes && pair.send_bytes <= c.geo.eager_bytes) std::memcpy(c.eager(p, me, e), pair.in, pair.send_bytes);

@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -74,7 +75,6 @@ void fail(Context& c, Cause cause, std::uint32_t peer, std::uint32_t text, const
 // Everything that can end a wait. A dead or closed peer ends it only if the op still misses that peer on a pass made after
 // the death was seen: what it stored before it left still counts.
 int Wait::look(const void* f, bool (*missing)(const void*, std::uint32_t), std::uint64_t now) {
-  if (c_.header().failure.load(std::memory_order_acquire) != 0) return kFailed;
   std::uint32_t first = ~0u;
   for (std::uint32_t p = 0; p < c_.world; p++) {
     if (p == c_.rank || !missing(f, p)) continue;
@@ -99,6 +99,14 @@ int Wait::look(const void* f, bool (*missing)(const void*, std::uint32_t), std::
   return kOk;
 }
 
+// A failure ends a wait only if a pass made after it was seen got nowhere, too: what peers stored before it is complete.
+int Wait::failed() {
+  if (c_.header().failure.load(std::memory_order_acquire) == 0) return kOk;
+  if (failed_) return kFailed;
+  failed_ = true;
+  return kOk;
+}
+
 int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
   if (began_ == 0) {
     began_ = looked_ = now_ns();
@@ -120,8 +128,7 @@ int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
   if (!asleep_) {
     if (turns_ < (1u << 30) + kYields) {
       sched_yield();
-      if (c_.header().failure.load(std::memory_order_acquire) != 0) return kFailed;
-      return kOk;
+      return failed();
     }
     bell.sleeping.store(1, std::memory_order_seq_cst);
     asleep_ = true;
@@ -131,7 +138,7 @@ int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
   }
   bell_ = bell.bell.load(std::memory_order_seq_cst);
   const std::uint64_t now = now_ns();
-  if (c_.header().failure.load(std::memory_order_acquire) != 0) return kFailed;
+  if (int rc = failed()) return rc;
   if (now - looked_ < kSliceNs && now - began_ <= c_.timeout_ns) return kOk;
   looked_ = now;
   return look(f, missing, now);
@@ -266,7 +273,7 @@ a2a_context* a2a_attach(void* base, size_t mapped_bytes, uint32_t rank, uint32_t
     c->pidfds = static_cast<int*>(std::malloc(world * sizeof(int)));
     std::memcpy(c->pidfds, pidfds, world * sizeof(int));
   }
-  c->stream_bytes = std::size_t(2) << 20;
+  c->stream_bytes = 1 << 20;  // of an op; below, what was copied is soon read from the cache
   a2a_set_timeout(reinterpret_cast<a2a_context*>(c), timeout_s);
   c->queue = queue_create();
   simd();
@@ -296,6 +303,7 @@ void a2a_destroy(a2a_context* h) {
       if (c->pidfds[r] >= 0) close(c->pidfds[r]);
     std::free(c->pidfds);
   }
+  std::free(c->pids);
   std::free(c->stats);
   std::free(c->requests);
   std::free(c->scratch);
@@ -318,6 +326,21 @@ int a2a_add_segment(a2a_context* h, void* base, size_t stride) {
 }
 void a2a_remove_segment(a2a_context* h, int index) { C(h)->segments[index] = {nullptr, 0}; }
 int a2a_is_symmetric(a2a_context* h, const void* p, size_t bytes) { return C(h)->address_of(p, bytes) != 0; }
+
+int a2a_read(int pid, uint64_t from, void* to, size_t bytes) {
+  const iovec local{to, bytes}, remote{reinterpret_cast<void*>(from), bytes};
+  const ssize_t n = syscall(SYS_process_vm_readv, pid, &local, 1ul, &remote, 1ul, 0ul);
+  return n == ssize_t(bytes) ? 0 : n < 0 ? errno : EFAULT;
+}
+
+void a2a_enable_reads(a2a_context* h, const int* pids) {
+  Context* c = C(h);
+  std::free(c->pids);
+  c->pids = nullptr;
+  if (!pids) return;
+  c->pids = static_cast<int*>(std::malloc(c->world * sizeof(int)));
+  std::memcpy(c->pids, pids, c->world * sizeof(int));
+}
 
 uint64_t a2a_failure(a2a_context* c) { return C(c)->header().failure.load(std::memory_order_acquire); }
 const char* a2a_cause_text(a2a_context* c, uint32_t rank) { return C(c)->cause_text(rank); }
@@ -345,7 +368,7 @@ int a2a_dead_peers(a2a_context* h, uint8_t* dead) {
 void a2a_stats(a2a_context* h, uint64_t* per_peer, uint64_t* totals) {
   Context& c = *C(h);
   std::memcpy(per_peer, c.stats, c.world * sizeof(PeerStats));
-  const uint64_t t[5] = {c.ops, c.bytes_eager, c.bytes_pushed, c.bytes_pulled, c.bytes_staged};
+  const uint64_t t[6] = {c.ops, c.bytes_eager, c.bytes_pushed, c.bytes_pulled, c.bytes_read, c.bytes_staged};
   std::memcpy(totals, t, sizeof t);
 }
 

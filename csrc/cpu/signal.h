@@ -1,6 +1,8 @@
 // Signals between the ranks of one CPU host: what lies in the control segment, how a rank publishes, and how it waits.
 //
 // Every word here has one writer. Words only grow (epochs, ring counters), are compared by signed distance and never reset.
+// push_done and pull_done are compared for equality: a pair may do without them for more than 2^31 epochs, after which an old one
+// would seem to lie ahead.
 // A writer stores its data, then the word with memory_order_seq_cst; a reader loads the word with memory_order_acquire, then
 // reads the data. seq_cst, where release would do for the data, is for the doorbell: the store of the word must come before
 // the load of `sleeping` in one total order, or a peer could fall asleep on a word that has just changed (see Wait).
@@ -47,7 +49,7 @@ struct alignas(kLine) Entry {
   std::uint64_t digest;       // of op, dtype, row size: equal on all ranks, or MismatchError
   std::uint64_t send_bytes;   // what this rank sends to that peer (MoE: its number of tokens)
   std::uint64_t recv_bytes;   // what it expects from that peer
-  std::uint64_t in_address;   // symmetric address of what it sends, 0 if in ordinary memory
+  std::uint64_t in_address;   // symmetric address of what it sends; or, where peers may read this process, its plain address; or 0
   std::uint64_t out_address;  // symmetric address of where that peer may store, 0 if in ordinary memory
   std::uint64_t row_bytes;    // of dimension 0, 0 where rows mean nothing; two that are not 0 must agree
   std::uint32_t text;         // which of the rank's request descriptions
@@ -132,13 +134,14 @@ struct Context {
   std::uint64_t spin_ns = 0, timeout_ns = 0;
   std::size_t stream_bytes = 0;   // copies of ops larger than this bypass the cache
   int* pidfds = nullptr;          // one a peer, -1 unknown
+  int* pids = nullptr;            // one a peer, as this process sees it; null unless every rank may read every other's memory
   int (*interrupted)() = nullptr; // asks the host language whether a signal wants the call to end
   PeerStats* stats = nullptr;
   Request* requests = nullptr;        // the last kTexts that were registered
   std::uint32_t num_requests = 0;
   std::uint32_t last_peer = 0;        // whose refusal the last kPeerRefused was about
   std::uint32_t last_text = 0;
-  std::uint64_t ops = 0, bytes_pushed = 0, bytes_pulled = 0, bytes_staged = 0, bytes_eager = 0;
+  std::uint64_t ops = 0, bytes_pushed = 0, bytes_pulled = 0, bytes_staged = 0, bytes_eager = 0, bytes_read = 0;
   Segment segments[kMaxSegments];
   std::atomic<std::uint32_t> num_segments;
   std::uint8_t* scratch = nullptr;    // per-peer state of the running op
@@ -174,7 +177,9 @@ struct Context {
     return base + geo.published + (std::size_t(r) * geo.publish_slots + n % geo.publish_slots) * geo.publish_bytes;
   }
 
-  // Symmetric addresses: segment + 1 in the high 16 bits, offset below; 0 is "not symmetric".
+  // Symmetric addresses: segment + 1 in the high 16 bits, offset below; 0 is "not symmetric". A plain address of a process has
+  // no high bits.
+  static constexpr bool is_plain(std::uint64_t address) { return address >> 48 == 0; }
   std::uint64_t address_of(const void* p, std::size_t bytes) const {
     const auto* q = static_cast<const std::uint8_t*>(p);
     for (std::uint32_t i = 0; i < num_segments.load(std::memory_order_acquire); i++) {
@@ -215,7 +220,7 @@ class Wait {
 
   void progressed() {
     if (asleep_) c_.bell(c_.rank).sleeping.store(0, std::memory_order_relaxed);
-    asleep_ = false;
+    asleep_ = failed_ = false;
     began_ = 0;
   }
   // `missing(peer)` says whether the op still waits for that peer. Returns kOk, or kFailed once waiting must end.
@@ -226,12 +231,13 @@ class Wait {
 
  private:
   int idle_(const void* f, bool (*missing)(const void*, std::uint32_t));
+  int failed();
   int look(const void* f, bool (*missing)(const void*, std::uint32_t), std::uint64_t now);
 
   Context& c_;
   std::uint32_t text_;
   bool inline_;
-  bool asleep_ = false;
+  bool asleep_ = false, failed_ = false;
   std::uint64_t began_ = 0, looked_ = 0;
   std::uint32_t bell_ = 0, turns_ = 0, dead_ = ~0u;
 };

@@ -62,10 +62,12 @@ inline void stream(u8* p, Vec v) { _mm256_stream_si256(reinterpret_cast<__m256i*
 inline void stream_line(u8* out, const u8* in) {
   for (std::size_t k = 0; k < 64; k += sizeof(Vec)) stream(out + k, load(in + k));
 }
+inline void copy_line(u8* out, const u8* in) { std::memcpy(out, in, 64); }
 
 // Four pages at a time, their lines interleaved and the next four prefetched: one page after the other leaves the memory
 // controller with too few requests in flight (12.3 against 8.3 GB/s a rank with two ranks, 32 MiB).
-void copy_stream(u8* out, const u8* in, std::size_t bytes) {
+template <void (*kLine)(u8*, const u8*)>
+void copy_pages(u8* out, const u8* in, std::size_t bytes) {
   const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(out)) & 63;
   if (bytes < head + 64) {
     std::memcpy(out, in, bytes);
@@ -83,19 +85,24 @@ void copy_stream(u8* out, const u8* in, std::size_t bytes) {
           _mm_prefetch(reinterpret_cast<const char*>(in + o + kPages * kPageBytes), _MM_HINT_T1);
           _mm_prefetch(reinterpret_cast<const char*>(in + o + kPages * kPageBytes + 64), _MM_HINT_T1);
         }
-        stream_line(out + o, in + o);
-        stream_line(out + o + 64, in + o + 64);
+        kLine(out + o, in + o);
+        kLine(out + o + 64, in + o + 64);
       }
     }
     out += kPages * kPageBytes, in += kPages * kPageBytes, bytes -= kPages * kPageBytes;
   }
   while (bytes >= 64) {
-    stream_line(out, in);
+    kLine(out, in);
     out += 64, in += 64, bytes -= 64;
   }
   std::memcpy(out, in, bytes);
+}
+
+void copy_stream(u8* out, const u8* in, std::size_t bytes) {
+  copy_pages<stream_line>(out, in, bytes);
   _mm_sfence();  // streamed stores are weakly ordered; the signal that follows is not allowed to overtake them
 }
+void copy_fetch(u8* out, const u8* in, std::size_t bytes) { copy_pages<copy_line>(out, in, bytes); }
 
 void copy_row_stream(u8* out, const u8* in, std::size_t bytes) {
   const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(out)) & 63;
@@ -112,6 +119,7 @@ void copy_row_stream(u8* out, const u8* in, std::size_t bytes) {
 void fence() { _mm_sfence(); }
 #else
 void copy_stream(u8* out, const u8* in, std::size_t bytes) { std::memcpy(out, in, bytes); }
+void copy_fetch(u8* out, const u8* in, std::size_t bytes) { std::memcpy(out, in, bytes); }
 void copy_row_stream(u8* out, const u8* in, std::size_t bytes) { std::memcpy(out, in, bytes); }
 void fence() {}
 #endif
@@ -548,7 +556,7 @@ void dequantize(u32 dtype, u32 wire, void* x, const u8* q, const u8* scales, std
 #define A2A_TABLE kSimdPlain
 #endif
 
-const Simd A2A_TABLE = {A2A_STR(A2A_ISA),       A2A_ISA::copy_stream, A2A_ISA::copy_row_stream, A2A_ISA::fence, A2A_ISA::weighted_sum,
+const Simd A2A_TABLE = {A2A_STR(A2A_ISA),       A2A_ISA::copy_stream, A2A_ISA::copy_fetch, A2A_ISA::copy_row_stream, A2A_ISA::fence, A2A_ISA::weighted_sum,
                         A2A_ISA::scale_dot, A2A_ISA::fold, A2A_ISA::quantize,    A2A_ISA::dequantize};
 
 }  // namespace a2a

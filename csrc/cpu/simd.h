@@ -15,7 +15,9 @@ struct Simd {
   const char* name;
   // Copy past the cache: for buffers larger than what the reader's cache holds.
   void (*copy_stream)(std::uint8_t* out, const std::uint8_t* in, std::size_t bytes);
-  // The same for one row, without the fence at the end: fence() before the signal.
+  // Copy into the cache what lies in memory, many requests in flight.
+  void (*copy_fetch)(std::uint8_t* out, const std::uint8_t* in, std::size_t bytes);
+  // Past the cache for one row, without the fence at the end: fence() before the signal.
   void (*copy_row_stream)(std::uint8_t* out, const std::uint8_t* in, std::size_t bytes);
   void (*fence)();
   // out = round(w[0] * in[0] + w[1] * in[1] + ...): float32, each product rounded, then added, from the first term.

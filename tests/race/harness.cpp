@@ -6,9 +6,10 @@
 #include <cstring>
 #include <sys/mman.h>
 #include <unistd.h>
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
+
+// There in a build for AddressSanitizer.
+extern "C" __attribute__((weak)) void __asan_poison_memory_region(const volatile void*, std::size_t);
+extern "C" __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void*, std::size_t);
 
 namespace race {
 namespace {
@@ -36,7 +37,7 @@ void wrong(const char* format, ...) {
   _exit(1);
 }
 
-RACE_PRIVATE std::uint64_t mix(std::uint64_t a, std::uint64_t b, std::uint64_t c, std::uint64_t d) {
+std::uint64_t mix(std::uint64_t a, std::uint64_t b, std::uint64_t c, std::uint64_t d) {
   std::uint64_t x = a;
   for (std::uint64_t more : {b, c, d}) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -46,7 +47,7 @@ RACE_PRIVATE std::uint64_t mix(std::uint64_t a, std::uint64_t b, std::uint64_t c
   return x;
 }
 
-RACE_PRIVATE void pattern(std::uint8_t* out, std::size_t bytes, std::uint64_t key) {
+void pattern(std::uint8_t* out, std::size_t bytes, std::uint64_t key) {
   std::uint64_t x = mix(key, 1, 2, 3) | 1;
   for (std::size_t i = 0; i < bytes; i++) {
     if (i % 8 == 0) x = x * 6364136223846793005ull + 1442695040888963407ull;
@@ -58,24 +59,25 @@ Pages::Pages(std::size_t n)
     : data(static_cast<std::uint8_t*>(mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))), bytes(n) {
   if (data == MAP_FAILED) wrong("no memory");
 }
-Pages::~Pages() { munmap(data, bytes); }
+Pages::~Pages() {
+  if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(data, bytes);
+  munmap(data, bytes);
+}
 
 std::uint8_t* Arena::take(std::size_t bytes, std::size_t align) {
   const std::size_t from = (at_ + align - 1) / align * align;
-  if (from + bytes + 8 > size_) return nullptr;
+  if (from + bytes + 16 > size_) return nullptr;
   at_ = from + bytes;
-#if defined(__SANITIZE_ADDRESS__)
-  ASAN_UNPOISON_MEMORY_REGION(base_ + from, bytes);
-  at_ = (at_ + 15) / 8 * 8;  // a gap, and the next piece does not lie in this one's last 8 bytes
-#endif
+  if (__asan_unpoison_memory_region) {
+    __asan_unpoison_memory_region(base_ + from, bytes);
+    at_ = (at_ + 15) / 8 * 8;  // a gap to the next piece
+  }
   return base_ + from;
 }
 
 void Arena::reset() {
   at_ = 0;
-#if defined(__SANITIZE_ADDRESS__)
-  ASAN_POISON_MEMORY_REGION(base_, size_);
-#endif
+  if (__asan_poison_memory_region) __asan_poison_memory_region(base_, size_);
 }
 
 void Rank::expect(const char* what, std::int64_t got, std::int64_t wanted) const {

@@ -1,8 +1,10 @@
 // What the race tests stand on. The ranks of a world are threads of one process that share one block of memory, so that
 // ThreadSanitizer sees both sides of every exchange. Every result is compared with what it must be, bit for bit.
 //
-// Nothing here may order one rank's accesses before another's, or races would be hidden: what ranks share beside the kernels'
-// memory is read-only or a relaxed atomic, and every rank draws a scenario's steps for itself, from one seed.
+// * Nothing here may order one rank's accesses before another's, or races would be hidden: what ranks share beside the kernels'
+//   memory is read-only or a relaxed atomic, and every rank draws a scenario's steps for itself, from one seed.
+// * Only the kernels are compiled with a sanitizer, this is not: it would take most of the time. What is written to and read
+//   from memory that kernels touch goes through memcpy, memcmp and memset, which the sanitizers see in any case.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -31,9 +33,6 @@ struct Random {
   bool one_in(std::uint32_t n) { return below(n) == 0; }
 };
 
-// Private memory is filled and checked without instrumentation; memcpy and memcmp, which the sanitizers see, carry it to and
-// from where it counts.
-#define RACE_PRIVATE __attribute__((no_sanitize("thread")))
 void pattern(std::uint8_t* out, std::size_t bytes, std::uint64_t key);
 
 // ---- jitter.cpp: the kernels' copies and system calls go through here (ld --wrap)
