@@ -19,10 +19,14 @@ from a2a.errors import (
     RowOverflowError,
     UnsupportedError,
 )
+from a2a.integrations import c10d_backend
+from a2a.integrations.patch import patched
 from a2a.moe import ExpertParallel, Routing
 from a2a.ops import all_to_all, all_to_all_single
 from a2a.topology import Topology
 from a2a.work import Work
+
+c10d_backend.register()
 
 __all__ = [
     "A2AError",
@@ -40,5 +44,6 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "communicator",
+    "patched",
     "topology",
 ]

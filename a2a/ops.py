@@ -8,6 +8,7 @@ on that rank, whose peers are told with the communicator still in step; what onl
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -32,10 +33,13 @@ _c_contiguous = torch.Tensor.is_contiguous
 class _Even:
     """What the fast way needs to know of a call that it has seen before."""
 
-    __slots__ = ("call", "each", "request")
+    __slots__ = ("address", "call", "num_bytes", "prepared")
 
-    def __init__(self, call: Callable[..., int], request: int, each: int) -> None:
-        self.call, self.request, self.each = call, request, each
+    def __init__(self, comm: Communicator, request: int, num_bytes: int) -> None:
+        self.prepared = cpu.Even(comm.handle, request, num_bytes // comm.world_size)
+        self.address = ctypes.addressof(self.prepared)
+        self.call = cpu.lib().a2a_all_to_all_again
+        self.num_bytes = num_bytes
 
 
 def all_to_all_single(
@@ -68,9 +72,10 @@ def all_to_all_single(
         return _traced("all_to_all_single", output, input, output_split_sizes, input_split_sizes, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "all_to_all_single")
     if output_split_sizes is None and input_split_sizes is None and not async_op and type(input) is type(output) is _Tensor:
-        even = comm.plans.get((input.dtype, input.shape, output.dtype, output.shape))
+        even = comm.plans.get((input.dtype, input.shape, output.shape))
         if (
             even is not None
+            and output.dtype is input.dtype
             and input.is_contiguous()
             and output.is_contiguous()
             and input.is_cpu
@@ -78,12 +83,10 @@ def all_to_all_single(
             and not _profiling()
         ):
             to, of = output.data_ptr(), input.data_ptr()
-            if to >= of + even.each * comm.world_size or of >= to + even.each * comm.world_size:
-                result = even.call(comm.handle, even.request, to, of, even.each)
+            if not -even.num_bytes < to - of < even.num_bytes:
+                result = even.call(even.address, to, of)
                 if result:
                     comm.raise_failure(result, "all_to_all_single")
-                if output.requires_grad:
-                    increment_version(output)
                 return None
     with _named("all_to_all_single"):
         return _all_to_all_single(comm, output, input, output_split_sizes, input_split_sizes, async_op)
@@ -157,9 +160,7 @@ def _all_to_all_single(comm: Communicator, output: Any, input: Any, output_split
         if output_splits is None and input_splits is None and plan.algorithm.name == "pairwise":
             if len(comm.plans) > 1024:
                 comm.plans.clear()
-            comm.plans[(inp.dtype, inp.shape, out.dtype, out.shape)] = _Even(
-                cpu.lib().a2a_all_to_all_even, request, source.numel() * source.element_size() // comm.world_size
-            )
+            comm.plans[(inp.dtype, inp.shape, out.shape)] = _Even(comm, request, source.numel() * source.element_size())
     else:
         outputs, inputs = list(target.split(out_rows)), list(source.split(in_rows))
         if async_op:

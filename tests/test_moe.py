@@ -163,6 +163,45 @@ def test_overflow_drop_drops_the_highest_positions_and_counts_them(
     assert_step(world, case)
 
 
+# ---- the worked example of the documentation --------------------------------------------------------------------------
+
+
+def worked_example(layout: str) -> Answer:
+    """Two ranks, four experts, top-2, alignment 4; tokens a and b on rank 0, c and d on rank 1."""
+    x_TH, ids_TK = torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 2], [0, 1]])
+    if dist.get_rank() == 1:
+        x_TH, ids_TK = torch.tensor([[3.0], [4.0]]), torch.tensor([[0, 1], [3, 0]])
+    with contextlib.closing(
+        a2a.ExpertParallel(
+            num_experts=4, top_k=2, hidden=8, max_tokens=2, expert_alignment=4, layout=layout, dtype=torch.float32
+        )
+    ) as ep:
+        rows_RH, rows_per_expert, routing = ep.dispatch(x_TH.expand(2, 8).contiguous(), ids_TK)
+        out_RH = rows_RH[routing.row_index_R] if layout == "compact" else rows_RH
+        y_TH = ep.combine(out_RH, routing)
+    return {"rows": rows_RH[:, 0], "rows_per_expert": rows_per_expert, "y": y_TH[:, 0], **routing._asdict()}
+
+
+def test_the_worked_example_is_as_drawn(world: Any) -> None:
+    a, b, c, d = 1, 2, 3, 4
+    first, second = world.run(worked_example, layout="expert")
+    assert first["rows"].tolist() == [a, b, c, d, b, c, 0, 0]
+    assert first["row_rank_R"].tolist() == [0, 0, 1, 1, 0, 1, -1, -1]
+    assert first["row_token_R"].tolist() == [0, 1, 0, 1, 1, 0, -1, -1]
+    assert first["row_k_R"].tolist() == [0, 0, 0, 1, 1, 1, -1, -1]
+    assert first["rows_per_expert"].tolist() == [4, 2]
+    assert first["offsets_E"].tolist() == [4, 8]
+    assert second["rows"].tolist() == [a, 0, 0, 0, d, 0, 0, 0]
+    assert first["y"].tolist() == [2 * a, 2 * b] and second["y"].tolist() == [2 * c, 2 * d]
+
+
+def test_the_compact_worked_example_is_as_drawn(world: Any) -> None:
+    first, second = world.run(worked_example, layout="compact")
+    assert first["rows"].tolist() == [1, 2, 3, 4]
+    assert first["row_index_R"].tolist() == [0, 1, 2, 3, 1, 2, 0, 0]
+    assert first["y"].tolist() == [2, 4] and second["y"].tolist() == [6, 8]
+
+
 # ---- what a user builds on it ----------------------------------------------------------------------------------------
 
 

@@ -21,9 +21,9 @@ Decisions:
   callers in C++ find either without a detour.
 * **All synchronous calls return one finished Work**, never None: C++ waits on what it gets.
 
-Limits: `dist.monitored_barrier` insists on a backend named gloo (the method `group.monitored_barrier()` works). torch batches
-`dist.batch_isend_irecv` for its own class only, so CUDA tensors that two ranks send each other there may block: give
-pipelines a group on NCCL. The timeout of a single call (`opts.timeout`) is not looked at, that of `Work.wait` is.
+Limits: `dist.monitored_barrier` insists on a backend named gloo (the method `group.monitored_barrier()` works). torch
+batches `dist.batch_isend_irecv` for its own class only, so CUDA tensors that two ranks send each other there may block:
+give pipelines a group on NCCL. The timeout of a single call (`opts.timeout`) is not looked at, that of `Work.wait` is.
 """
 
 from __future__ import annotations

@@ -50,6 +50,12 @@ class MoeRows(Structure):
     )
 
 
+class Even(Structure):
+    """`a2a_even`: an even all-to-all, prepared."""
+
+    _fields_ = (("context", c_void_p), ("request", c_uint64), ("bytes_per_peer", c_uint64))
+
+
 _P, _U32, _U64, _N = c_void_p, c_uint32, c_uint64, c_size_t
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -85,6 +91,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_barrier": (c_int, (_P, _U32)),
     "a2a_all_gather_small": (c_int, (_P, _U32, _P, _P, _N)),
     "a2a_all_to_all_even": (c_int, (_P, _U32, _P, _P, _N)),
+    "a2a_all_to_all_again": (c_int, (_P, _P, _P)),
     "a2a_all_to_all": (c_int, (_P, _U32, _P, _P, _P, _P)),
     "a2a_submit": (_P, (_P, _U32, _P, _P, _P, _P)),
     "a2a_submit_refusal": (_P, (_P, _U32, c_char_p)),

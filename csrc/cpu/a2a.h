@@ -53,6 +53,11 @@ A2A_API int a2a_refuse(a2a_context*, uint32_t request, const char* why);   // th
 A2A_API int a2a_barrier(a2a_context*, uint32_t request);
 A2A_API int a2a_all_gather_small(a2a_context*, uint32_t request, void* out, const void* in, size_t bytes);
 A2A_API int a2a_all_to_all_even(a2a_context*, uint32_t request, void* out, const void* in, size_t bytes_per_peer);
+typedef struct {  // the same, prepared: a foreign-function call pays for every argument
+  a2a_context* context;
+  uint64_t request, bytes_per_peer;
+} a2a_even;
+A2A_API int a2a_all_to_all_again(const a2a_even*, void* out, const void* in);
 A2A_API int a2a_all_to_all(a2a_context*, uint32_t request, void* const* out, const uint64_t* recv_bytes,
                            const void* const* in, const uint64_t* send_bytes);
 

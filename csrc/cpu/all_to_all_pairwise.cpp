@@ -286,6 +286,10 @@ int a2a_all_to_all_even(a2a_context* h, uint32_t request, void* out, const void*
   return all_to_all_pairwise(c, c.requests[request % kTexts], pairs, true);
 }
 
+int a2a_all_to_all_again(const a2a_even* call, void* out, const void* in) {
+  return a2a_all_to_all_even(call->context, uint32_t(call->request), out, in, call->bytes_per_peer);
+}
+
 int a2a_all_to_all(a2a_context* h, uint32_t request, void* const* out, const uint64_t* recv_bytes, const void* const* in,
                    const uint64_t* send_bytes) {
   Context& c = *reinterpret_cast<Context*>(h);

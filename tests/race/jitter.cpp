@@ -72,7 +72,7 @@ long wait_until_rung(void* word, std::uint32_t value) {
 
 void maybe_pause(std::uint32_t yield_in, std::uint32_t sleep_in) {
   if (jitter.one_in(sleep_in))
-    sleep_ns(long(jitter.below(200'000)));
+    sleep_ns(long(jitter.below(jitter.one_in(16) ? 4'000'000 : 200'000)));  // now and then, others get far ahead meanwhile
   else if (jitter.one_in(yield_in))
     sched_yield();
 }

@@ -39,11 +39,11 @@ struct Shape {
 
   Shape(Random& plan, std::uint32_t ranks, std::size_t number) {
     // Many units of a few tokens; few tokens of several tiles; small ones.
-    static const std::uint32_t widths[3][3] = {{64, 72, 248}, {3000, 4000, 5000}, {8, 256, 1024}};
+    static const std::uint32_t widths[3][3] = {{120, 248, 504}, {3000, 4000, 5000}, {8, 64, 1024}};
     hidden = widths[number % 3][plan.below(3)];
     dtype = plan.below(2);
-    const std::size_t fit = (number % 3 == 0 ? 128 << 10 : 64 << 10) / row_bytes();
-    max_tokens = std::uint32_t(fit < 4 ? 4 : fit > 400 ? 400 : fit);
+    const std::size_t fit = (number % 3 == 0 ? 192 << 10 : 64 << 10) / row_bytes();
+    max_tokens = std::uint32_t(fit < 4 ? 4 : fit > 500 ? 500 : fit);
     top_k = 1u << plan.below(3);
     experts = plan.one_in(2) ? 2 * ranks + 1 : plan.one_in(2) ? ranks : 3;
     alignment = plan.one_in(2) ? 1 : 8;
