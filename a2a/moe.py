@@ -117,6 +117,8 @@ class ExpertParallel:
         self.plan: Plan = choose(self.spec.request(), comm)
         assert isinstance(self.plan.algorithm, Moe)
         self._exchange = self.plan.algorithm.open(comm, self.spec)
+        with torch.inference_mode(False):
+            self._anchor = torch.zeros((), device=comm.device_type, requires_grad=True) if rows == "dtype" else None
         self._number = moe_ops.register(self)
         exchange = self._exchange
         self._release = weakref.finalize(self, exchange.close)
@@ -149,7 +151,7 @@ class ExpertParallel:
         x, scales = (x_TH[0], x_TH[1]) if isinstance(x_TH, (tuple, list)) else (x_TH, None)
         if torch.is_autocast_enabled("cpu") and scales is None and x.dtype != self.spec.dtype:
             x = x.to(self.spec.dtype)
-        out = Dispatched(*torch.ops.a2a.moe_dispatch(self._number, x, scales, topk_ids_TK, topk_weights_TK))
+        out = Dispatched(*torch.ops.a2a.moe_dispatch(self._number, x, scales, topk_ids_TK, topk_weights_TK, self._anchor))
         rows = (out.rows, out.scales) if self.spec.rows == "wire" else out.rows
         routing = Routing(out.offsets_L, out.row_weights_R, out.row_rank_R, out.row_token_R, out.row_k_R, out.overflow,
                           out.topk_ids_TK, out.row_index_R)  # fmt: skip

@@ -5,6 +5,8 @@ Decisions:
 * `Library.define` and `impl` rather than `custom_op`, which costs four times as much per call.
 * The ops are **effectful** (ordered): a compiler may not remove, reorder or recompute them, since every rank counts on every other.
 * An ExpertParallel is named by a number in their signature, since a graph can't hold the object. The registry of numbers is weak.
+* The backward of a dispatch runs on every rank or on none: an `anchor` that requires a gradient, and never gets one, makes the
+  outputs of all ranks differentiable, whatever their own inputs say (a rank without tokens may bring a fresh empty tensor).
 * Everything is checked inside the ops, when they run: a traced program would otherwise carry guards on values.
 * Row counts are unbacked symbols in a traced program, 0 and 1 included.
 """
@@ -25,8 +27,8 @@ _instances: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValue
 
 _library = torch.library.Library("a2a", "DEF")
 _library.define(
-    "moe_dispatch(int ep, Tensor x, Tensor? scales, Tensor topk_ids, Tensor? topk_weights) -> (Tensor rows, Tensor row_scales, "
-    "Tensor rows_per_expert, Tensor offsets, Tensor row_weights, Tensor row_rank, Tensor row_token, Tensor row_k, "
+    "moe_dispatch(int ep, Tensor x, Tensor? scales, Tensor topk_ids, Tensor? topk_weights, Tensor? anchor) -> "
+    "(Tensor rows, Tensor row_scales, Tensor rows_per_expert, Tensor offsets, Tensor row_weights, Tensor row_rank, Tensor row_token, Tensor row_k, "
     "Tensor row_index, Tensor overflow, Tensor ids)"
 )
 _library.define(
@@ -64,7 +66,7 @@ def _instance(number: int) -> ExpertParallel:
 
 
 def _dispatch(number: int, x: torch.Tensor, scales: torch.Tensor | None, topk_ids: torch.Tensor,
-              topk_weights: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # fmt: skip
+              topk_weights: torch.Tensor | None, anchor: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # fmt: skip
     return _instance(number)._run_dispatch(x, scales, topk_ids, topk_weights)
 
 
@@ -99,7 +101,7 @@ for _name, _function in (
 
 @torch.library.register_fake("a2a::moe_dispatch", lib=_library)
 def _(number: int, x: torch.Tensor, scales: torch.Tensor | None, topk_ids: torch.Tensor,
-      topk_weights: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # fmt: skip
+      topk_weights: torch.Tensor | None, anchor: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # fmt: skip
     from a2a.algorithms.moe_base import SCALE_DTYPE
 
     spec, comm = _instance(number).spec, _instance(number).comm
@@ -155,7 +157,7 @@ def _(number: int, grad_rows: torch.Tensor, grad_weights: torch.Tensor, row_rank
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    number, _, _, _, weights = inputs
+    number, _, _, _, weights, _ = inputs
     ctx.ep = number
     ctx.weights_dtype = None if weights is None else weights.dtype
     rows, scales, counts, offsets, _, rank, token, k, index, overflow, ids = output
@@ -177,7 +179,8 @@ def _dispatch_gradient(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Ten
     if grad_weights is None:
         grad_weights = torch.zeros(rank.shape, dtype=torch.float32, device=ids.device)
     grad_x, grad_topk = torch.ops.a2a.moe_dispatch_backward(ctx.ep, grad_rows, grad_weights, rank, token, k, index, ids)
-    return None, grad_x, None, None, None if ctx.weights_dtype is None else grad_topk.to(ctx.weights_dtype)
+    grad_weights = None if ctx.weights_dtype is None else grad_topk.to(ctx.weights_dtype)
+    return None, grad_x, None, None, grad_weights, None
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

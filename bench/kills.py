@@ -30,6 +30,7 @@ LEAVE_S = 15.0
 DEVICE_TIMEOUT_S = (
     60.0  # the communicator's own deadline: far beyond the limit, so that only noticing the death can meet it
 )
+FOREIGN = ("sem.mp-", "pym-", "torch_", "mpich_", "vader_", "sm_segment")  # other programs' names, as they come and go
 SIZES = (64, 4096, 1 << 16, 1 << 20, 1 << 22)
 
 
@@ -145,9 +146,7 @@ def shared_files() -> set[str]:
 def left_behind(before: set[str]) -> set[str]:
     """What is new in /dev/shm and stays there: other processes' files come and go."""
     for _ in range(20):
-        new = {
-            name for name in shared_files() - before if "a2a" in name or not name.startswith(("sem.", "pym-", "torch_"))
-        }
+        new = {name for name in shared_files() - before if not name.startswith(FOREIGN)}
         if not new:
             return set()
         time.sleep(0.1)

@@ -47,7 +47,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def run(*words: str, timeout: float = 80) -> subprocess.CompletedProcess[str]:
+def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(a2a.__file__).parent.parent)}  # the a2a that is tested here
     command = [sys.executable, *words]
     return subprocess.run(

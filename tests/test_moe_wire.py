@@ -82,9 +82,12 @@ def expected_wire_rows(case: Case, world_size: int) -> list[Answer]:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
-@pytest.mark.parametrize("hidden", [64, 200])
-def test_rows_wire_hands_out_the_quantised_rows_and_their_scales(world: Any, wire: str, hidden: int) -> None:
-    case = with_options(Case(hidden=hidden, tokens=(5, 9, 4)), wire=wire, rows="wire", expert_alignment=16)
+@pytest.mark.parametrize(("hidden", "dtype", "scale"), [(64, BF16, 1.0), (200, F16, 1.0), (72, F32, 3e-44)])
+def test_rows_wire_hands_out_the_quantised_rows_and_their_scales(
+    world: Any, wire: str, hidden: int, dtype: torch.dtype, scale: float
+) -> None:
+    case = Case(hidden=hidden, dtype=dtype, scale=scale, tokens=(5, 9, 4))
+    case = with_options(case, wire=wire, rows="wire", expert_alignment=16)
     assert_answers(world.run(wire_rows, case=case), expected_wire_rows(case, world.size))
 
 

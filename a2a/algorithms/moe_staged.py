@@ -61,7 +61,7 @@ class SharedMemoryExchange(MoeExchange):
         self._lib, self._comm, self._spec = cpu.lib(), comm, spec
         self._transport = comm.require_transport("ExpertParallel")
         counts = 2 * (-(-(spec.num_experts + comm.world_size) * 4 // 64) * 64)
-        self._what = spec.describe() + f" #{hash(spec.expert_to_rank) & 0xFFFFFF:x}"
+        self._what = f"{spec.describe()} expert_to_rank {hash(spec.expert_to_rank) & 0xFFFFFF:06x}"
         self._counts = self._transport.alloc(counts, self._what)
         owners = (ctypes.c_int32 * spec.num_experts)(*spec.expert_to_rank)
         self._moe: int | None = self._lib.a2a_moe_create(

@@ -165,8 +165,10 @@ def find_mpi() -> Mpi:
             is_open = "Open MPI" in about or "OpenRTE" in about or "PRRTE" in about
             if is_open != (name == "Open MPI"):
                 continue
-            flags = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none") if is_open else ()
-            return Mpi(name, version, (path, *flags))
+            if is_open:  # unbound, as gloo's threads would share one core with their rank
+                return Mpi(name, version, (path, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"))
+            local = ("-launcher", "fork") if "HYDRA" in about else ()  # not through Slurm, where there is one
+            return Mpi(name, version, (path, *local))
     found = ", ".join(candidates) or "none"
     raise UnsupportedError(
         f"mpi4py is linked to {version}, and no mpiexec of it was found (found: {found}). Put its mpiexec first in PATH, or "

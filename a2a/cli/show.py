@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 NO_TERMINAL_WIDTH = 160  # files and pipes have no edge to wrap at
 
@@ -38,15 +38,12 @@ def print_table(
         left: how many of the first columns hold words and are aligned left; numbers are aligned right.
     """
     table = Table(title=title or None, title_justify="left", title_style="bold", header_style="bold")
-    for index, column in enumerate(columns):
-        words = [word for row in (columns, *rows) for word in row[index].split()]
-        if index < left:  # may be wrapped, but between words
-            table.add_column(column, min_width=max(map(len, words), default=1))
-        else:
-            table.add_column(column, justify="right", no_wrap=True)
+    widths = [_width(index, [columns, *rows], wrapped=index < left) for index in range(len(columns))]
+    for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=index >= left, min_width=width)
     for row in rows:
         table.add_row(*row)
-    if Measurement.get(out, out.options.update(max_width=10_000), table).minimum <= out.width:
+    if sum(widths) + 3 * len(widths) + 1 <= out.width:  # two spaces and a line for each, and one more line
         out.print(table)
         return
     if title:
@@ -56,6 +53,12 @@ def print_table(
         for column, cell in zip(columns, row, strict=True):
             out.print(f"[bold]{column.ljust(widest)}[/bold] {cell}")
         out.print()
+
+
+def _width(index: int, rows: Sequence[Sequence[str]], *, wrapped: bool) -> int:
+    """What a column needs: its longest cell or, where cells may be wrapped, its longest word."""
+    cells = [Text.from_markup(row[index]).plain for row in rows]
+    return max(map(len, [word for cell in cells for word in cell.split()] if wrapped else cells), default=1)
 
 
 class Steps:

@@ -506,8 +506,8 @@ void quantize_of(u32 wire, u8* q, u8* scales, const void* x, std::size_t columns
     }
     const float amax = from_bits(top);
     float scale = amax / 448.0f;
-    if (top == 0) scale = 1.0f;
     if (wire == kFp8) {
+      if (scale == 0) scale = 1.0f;  // nothing in the block, or nothing that a float32 scale can lift
       std::memcpy(scales + b * 4, &scale, 4);
     } else {  // the smallest power of two that is at least amax / 448
       const u32 s = bits(scale);

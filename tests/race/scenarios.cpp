@@ -78,6 +78,5 @@ const std::vector<Scenario> kScenarios = {
     {"alone", alone},
     {"long_quiet", long_quiet},
 };
-const std::vector<Scenario> kFailures = {};
 
 }  // namespace race
