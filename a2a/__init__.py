@@ -9,8 +9,9 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
+from typing import Any
+
 from a2a import topology
-from a2a.comm import Communicator, communicator
 from a2a.errors import (
     A2AError,
     InterruptedRankError,
@@ -19,14 +20,25 @@ from a2a.errors import (
     RowOverflowError,
     UnsupportedError,
 )
-from a2a.integrations import c10d_backend
-from a2a.integrations.patch import patched
-from a2a.moe import ExpertParallel, Routing
-from a2a.ops import all_to_all, all_to_all_single
 from a2a.topology import Topology
-from a2a.work import Work
 
-c10d_backend.register()
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as _error:  # `a2a doctor` must still be able to say so
+    _why = str(_error)
+
+    def __getattr__(name: str) -> Any:
+        raise ImportError(f"a2a.{name} needs torch ({_why}): pip install torch; see `a2a doctor`")
+
+else:
+    from a2a.comm import Communicator, communicator
+    from a2a.integrations import c10d_backend
+    from a2a.integrations.patch import patched
+    from a2a.moe import ExpertParallel, Routing
+    from a2a.ops import all_to_all, all_to_all_single
+    from a2a.work import Work
+
+    c10d_backend.register()
 
 __all__ = [
     "A2AError",

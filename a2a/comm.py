@@ -1,11 +1,12 @@
 """A communicator: one process group's topology, transport and buffers, and their owner.
 
-Explicit communicators (`communicator()`) are always new and are closed by who made them. The implicit one of a process group is
+Explicit communicators (`communicator()`) are always new and are closed by who made them. The implicit one of a
+process group is
 made with the group's first a2a call and goes when the group goes; it is found through a weak map keyed by the group.
 
 Set-up needs one thing of the group: its key-value store, through which the ranks find each other. So a group that has done
-nothing yet will do, a subgroup too, and no collective of another engine runs. Where a group has no store that can be reached, its
-own `all_gather_object` serves.
+nothing yet will do, a subgroup too, and no collective of another engine runs. Where a group has no store that can be
+reached, its own `all_gather_object` serves.
 """
 
 from __future__ import annotations
@@ -53,8 +54,17 @@ class Communicator:
         group: the ProcessGroup that it stands for, or None.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, world_size: int, *, topology: Topology | None = None,
-                 timeout_s: float = DEFAULT_TIMEOUT_S, group: Any = None, device_type: str = "cpu") -> None:  # fmt: skip
+    def __init__(
+        self,
+        exchange: Exchange,
+        rank: int,
+        world_size: int,
+        *,
+        topology: Topology | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        group: Any = None,
+        device_type: str = "cpu",
+    ) -> None:
         self.rank, self.world_size, self.timeout_s, self.device_type = rank, world_size, timeout_s, device_type
         self._group = None if group is None else weakref.ref(group)
         self.topology = topology or resolve(exchange, rank, world_size, config().topology, **_place_in_job(group))
@@ -95,7 +105,8 @@ class Communicator:
         Args:
             shape: sizes, or one sequence of them; equal on all ranks.
             dtype: default: torch's default dtype; equal on all ranks.
-        Returns: an uninitialised tensor. Its memory is used again once the tensors of all ranks are gone and `empty` is called
+        Returns: an uninitialised tensor. Its memory is used again once the tensors of all ranks are gone and `empty`
+        is called
             again; tensors may outlive the communicator.
         Raises:
             MismatchError: ranks ask for different shapes or dtypes.
@@ -104,11 +115,12 @@ class Communicator:
         Like: torch.distributed._symmetric_memory.empty.
         """
         transport = self.require_transport("comm.empty")
+        sizes_given: tuple[Any, ...] = shape
         if len(shape) == 2 and isinstance(shape[1], torch.dtype):
-            shape, dtype = shape[:1], shape[1]
+            sizes_given, dtype = shape[:1], shape[1]
         dtype = torch.get_default_dtype() if dtype is None else dtype
         try:
-            sizes = _sizes(shape)
+            sizes = _sizes(sizes_given)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"comm.empty: dtype must be a torch.dtype; got {dtype!r}")
         except (ValueError, TypeError) as error:
@@ -116,7 +128,8 @@ class Communicator:
             raise
         num_bytes = math.prod(sizes) * dtype.itemsize
         buffer = transport.alloc(num_bytes, f"comm.empty({list(sizes)}, {_name(dtype)})")
-        return transport.tensor(buffer)[:num_bytes].view(dtype).view(sizes)
+        flat: torch.Tensor = transport.tensor(buffer)
+        return flat[:num_bytes].view(dtype).view(sizes)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: collectives, bytes per way, and for each peer how often and how long it was late."""
@@ -132,7 +145,9 @@ class Communicator:
 
     @property
     def ok(self) -> torch.Tensor:
-        """A 0-dimensional int32 tensor on the device: 1 until the first failure of any rank, then 0. Reading it costs a load."""
+        """A 0-dimensional int32 tensor on the device: 1 until the first failure of any rank, then 0. Reading it
+        costs a load.
+        """
         if self._ok is None:
             self.check_open("ok")
             self._ok = self.transport.ok_word() if self.transport else torch.ones((), dtype=torch.int32)
@@ -294,12 +309,16 @@ _serials: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKey
 def _resolve_group(group: Any, op: str) -> Any:
     if group is None:
         if not dist.is_initialized():
-            raise ValueError(f"{op}: torch.distributed is not initialised; call torch.distributed.init_process_group first")
+            raise ValueError(
+                f"{op}: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+            )
         return dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{op}: this rank is not in the group")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{op}: group must be a torch.distributed.ProcessGroup or an a2a.Communicator; got {type(group)}")
+        raise TypeError(
+            f"{op}: group must be a torch.distributed.ProcessGroup or an a2a.Communicator; got {type(group)}"
+        )
     return group
 
 
@@ -358,8 +377,10 @@ def store_exchange(store: Any, rank: int, world_size: int, timeout_s: float, pre
                 raise PeerTimeoutError(
                     f"rank {rank} waited {timeout_s:.1f} s for rank {peer} to make its a2a communicator (step {tag}). "
                     f"Communicators are collective: every rank of the group makes them, in the same order",
-                    rank=rank, peer=peer, op="communicator",
-                ) from error  # fmt: skip
+                    rank=rank,
+                    peer=peer,
+                    op="communicator",
+                ) from error
             everyone.append(bytes(store.get(f"{key}/{peer}")))
         while earlier:
             store.delete_key(earlier.pop())

@@ -48,7 +48,7 @@ _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # in a step: see launch()
 )
 
 
@@ -87,6 +87,8 @@ def launch(env: Mapping[str, str] | None = None) -> Launch:
     """Say which rank this process is, from torchrun's, MPI's (Open MPI, MPICH) or Slurm's variables, in that order."""
     env = os.environ if env is None else env
     for launcher, rank, size, local in _LAUNCHERS:
+        if launcher == "slurm" and "SLURM_STEP_ID" not in env:
+            continue  # the batch script's own shell, which has a SLURM_PROCID but is no rank
         if rank in env and size in env:
             port = env.get("MASTER_PORT")
             return Launch(

@@ -2,8 +2,8 @@
 
 `ValueError` and `TypeError` are for mistakes that the calling rank can see by itself, before anything is sent. The classes
 here are for what only shows between ranks. They leave the communicator broken: the first cause is kept, every later call
-raises it again, and the way on is `comm.close()` and a new communicator. Two don't: `UnsupportedError`, and the `MismatchError`
-of a peer that refused its own call, after which all ranks are still in step.
+raises it again, and the way on is `comm.close()` and a new communicator. Two don't: `UnsupportedError`, and the
+`MismatchError` of a peer that refused its own call, after which all ranks are still in step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ExpertParallel: Mixture-of-Experts dispatch and combine.
 
-Legend of shape suffixes: T tokens of this rank, K experts per token, H hidden, E experts, L experts of this rank, R received rows
-(padding included), U distinct received tokens.
+Legend of shape suffixes: T tokens of this rank, K experts per token, H hidden, E experts, L experts of this rank, R
+received rows (padding included), U distinct received tokens.
 
 How rows lie. Two ranks, four experts, top-2, alignment 4. Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3.
 
@@ -24,8 +24,8 @@ How rows lie. Two ranks, four experts, top-2, alignment 4. Rank 0 holds experts 
     combine: rank 0 sums its rows of b (rows 1 and 4, in expert order, times their weights) in float32 and rounds once; the
     owner of b adds what the ranks send, in rank order, in float32, and rounds once.
 
-A token goes to a rank once, however many of its experts live there: b above has two rows on rank 0 and is summed there before
-it goes home.
+A token goes to a rank once, however many of its experts live there: b above has two rows on rank 0 and is summed
+there before it goes home.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Routing(NamedTuple):
 
 
 class ExpertParallel:
-    """Sends tokens to the ranks of their experts and brings the sums back, differentiably. Made by all ranks of a group together.
+    """Sends tokens to the ranks of their experts and brings the sums back, differentiably. Made by all ranks of a
+    group together.
 
     Args:
         group: a ProcessGroup, or None for the default one.
@@ -88,7 +89,8 @@ class ExpertParallel:
         expert_to_rank: E ranks, instead of contiguous blocks. A rank's experts are ordered by id.
         wire_combine: "float32" carries the ranks' partial sums unrounded.
         num_sms: on a GPU, the most SMs that may be used; without meaning on a CPU.
-        comm: a Communicator to use instead of the group's own. Instances on one communicator share its staging and follow one
+        comm: a Communicator to use instead of the group's own. Instances on one communicator share its staging and
+        follow one
             another; for concurrent streams use two.
     Raises:
         ValueError, TypeError: an argument is impossible.
@@ -98,22 +100,53 @@ class ExpertParallel:
     Source: the exchange that DeepEP, HybridEP and FlashInfer do on GPUs; the order of sums is documented in `combine`.
     """
 
-    def __init__(self, group: Any = None, *, num_experts: int, top_k: int, hidden: int, max_tokens: int,
-                 dtype: torch.dtype = torch.bfloat16, device: Any = None, expert_alignment: int = 1, max_rows: int | None = None,
-                 overflow: str = "raise", wire: str | None = None, rows: str = "dtype", layout: str = "expert",
-                 expert_to_rank: Sequence[int] | torch.Tensor | None = None, wire_combine: str | None = None,
-                 num_sms: int | None = None, comm: Communicator | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: Any = None,
+        expert_alignment: int = 1,
+        max_rows: int | None = None,
+        overflow: str = "raise",
+        wire: str | None = None,
+        rows: str = "dtype",
+        layout: str = "expert",
+        expert_to_rank: Sequence[int] | torch.Tensor | None = None,
+        wire_combine: str | None = None,
+        num_sms: int | None = None,
+        comm: Communicator | None = None,
+    ) -> None:
         if comm is None:
             comm = group if isinstance(group, Communicator) else implicit(group)
         comm.require_transport("ExpertParallel")
         if device is not None and torch.device(device).type != comm.device_type:
-            raise ValueError(f"ExpertParallel: device={device}, but this group's ranks share memory of {comm.device_type}")
+            raise ValueError(
+                f"ExpertParallel: device={device}, but this group's ranks share memory of {comm.device_type}"
+            )
         del num_sms
         self.comm = comm
         self.spec = _checked(
-            MoeSpec(num_experts, top_k, hidden, max_tokens, dtype, expert_alignment, max_rows, overflow, wire, rows, layout,
-                    _owners(expert_to_rank, num_experts, comm.world_size), wire_combine)
-        )  # fmt: skip
+            MoeSpec(
+                num_experts,
+                top_k,
+                hidden,
+                max_tokens,
+                dtype,
+                expert_alignment,
+                max_rows,
+                overflow,
+                wire,
+                rows,
+                layout,
+                _owners(expert_to_rank, num_experts, comm.world_size),
+                wire_combine,
+            )
+        )
         self.plan: Plan = choose(self.spec.request(), comm)
         assert isinstance(self.plan.algorithm, Moe)
         self._exchange = self.plan.algorithm.open(comm, self.spec)
@@ -127,8 +160,9 @@ class ExpertParallel:
 
     # ---- what users call
 
-    def dispatch(self, x_TH: Any, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor | None = None
-                 ) -> tuple[Any, torch.Tensor, Routing]:  # fmt: skip
+    def dispatch(
+        self, x_TH: Any, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor | None = None
+    ) -> tuple[Any, torch.Tensor, Routing]:
         """Send every token to the ranks of its experts. Collective; T may differ between ranks, down to zero everywhere.
 
         Args:
@@ -142,7 +176,8 @@ class ExpertParallel:
             rows_per_expert: int32 [L], true counts.
             routing: see `Routing`.
         Raises:
-            ValueError, TypeError: an id out of range, too many tokens, a shape or dtype that is not the instance's; the other
+            ValueError, TypeError: an id out of range, too many tokens, a shape or dtype that is not the instance's;
+            the other
                 ranks raise MismatchError.
             RowOverflowError: more than max_rows came to a rank, with overflow="raise". On all ranks.
             PeerTimeoutError: a peer died or is late. Names it.
@@ -151,10 +186,20 @@ class ExpertParallel:
         x, scales = (x_TH[0], x_TH[1]) if isinstance(x_TH, (tuple, list)) else (x_TH, None)
         if torch.is_autocast_enabled("cpu") and scales is None and x.dtype != self.spec.dtype:
             x = x.to(self.spec.dtype)
-        out = Dispatched(*torch.ops.a2a.moe_dispatch(self._number, x, scales, topk_ids_TK, topk_weights_TK, self._anchor))
+        out = Dispatched(
+            *torch.ops.a2a.moe_dispatch(self._number, x, scales, topk_ids_TK, topk_weights_TK, self._anchor)
+        )
         rows = (out.rows, out.scales) if self.spec.rows == "wire" else out.rows
-        routing = Routing(out.offsets_L, out.row_weights_R, out.row_rank_R, out.row_token_R, out.row_k_R, out.overflow,
-                          out.topk_ids_TK, out.row_index_R)  # fmt: skip
+        routing = Routing(
+            out.offsets_L,
+            out.row_weights_R,
+            out.row_rank_R,
+            out.row_token_R,
+            out.row_k_R,
+            out.overflow,
+            out.topk_ids_TK,
+            out.row_index_R,
+        )
         return rows, out.rows_per_expert_L, routing
 
     def combine(self, out_rows: torch.Tensor, routing: Routing, apply_weights: bool = True) -> torch.Tensor:
@@ -174,13 +219,20 @@ class ExpertParallel:
         if torch.is_autocast_enabled("cpu") and out_rows.dtype != self.spec.dtype:
             out_rows = out_rows.to(self.spec.dtype)
         y: torch.Tensor = torch.ops.a2a.moe_combine(
-            self._number, out_rows, routing.row_weights_R, routing.row_rank_R, routing.row_token_R, routing.row_k_R,
-            routing.topk_ids_TK, apply_weights,
-        )  # fmt: skip
+            self._number,
+            out_rows,
+            routing.row_weights_R,
+            routing.row_rank_R,
+            routing.row_token_R,
+            routing.row_k_R,
+            routing.topk_ids_TK,
+            apply_weights,
+        )
         return y
 
-    def combine_backward(self, grad_TH: torch.Tensor, out_rows: torch.Tensor | None, routing: Routing, apply_weights: bool = True
-                         ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def combine_backward(
+        self, grad_TH: torch.Tensor, out_rows: torch.Tensor | None, routing: Routing, apply_weights: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient of `combine` by hand: (grad_rows [R, H], grad_row_weights float32 [R]). Collective.
 
         Pass the `out_rows` of the combine for the weights' gradient, or None to do without (then it is zero). It travels in
@@ -192,8 +244,9 @@ class ExpertParallel:
         )
         return grads
 
-    def dispatch_backward(self, grad_rows: torch.Tensor, routing: Routing, grad_row_weights_R: torch.Tensor | None = None
-                          ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, routing: Routing, grad_row_weights_R: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient of `dispatch` by hand: (grad_TH, grad_topk_weights_TK in float32). Collective.
 
         `grad_rows` has the shape of the dispatched rows and the instance's dtype.
@@ -201,9 +254,15 @@ class ExpertParallel:
         if grad_row_weights_R is None:
             grad_row_weights_R = torch.zeros_like(routing.row_weights_R)
         grads: tuple[torch.Tensor, torch.Tensor] = torch.ops.a2a.moe_dispatch_backward(
-            self._number, grad_rows, grad_row_weights_R, routing.row_rank_R, routing.row_token_R, routing.row_k_R,
-            routing.row_index_R, routing.topk_ids_TK,
-        )  # fmt: skip
+            self._number,
+            grad_rows,
+            grad_row_weights_R,
+            routing.row_rank_R,
+            routing.row_token_R,
+            routing.row_k_R,
+            routing.row_index_R,
+            routing.topk_ids_TK,
+        )
         return grads
 
     def close(self) -> None:
@@ -223,8 +282,9 @@ class ExpertParallel:
 
     # ---- what the torch.library ops run
 
-    def _run_dispatch(self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor | None
-                      ) -> Dispatched:  # fmt: skip
+    def _run_dispatch(
+        self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor | None
+    ) -> Dispatched:
         spec = self.spec
         self._check_open("dispatch")
         try:
@@ -249,7 +309,7 @@ class ExpertParallel:
                     raise TypeError(f"dispatch: topk_weights_TK must be floating point; got {weights.dtype}")
                 if weights.shape != ids.shape:
                     raise ValueError(
-                        f"dispatch: topk_weights_TK is {list(weights.shape)}, topk_ids_TK is {list(ids.shape)}; must be equal"
+                        f"dispatch: topk_weights_TK is {list(weights.shape)}, topk_ids_TK {list(ids.shape)}; must be equal"
                     )
                 weights = weights.to(torch.float32).contiguous()
             if ids.dtype not in (torch.int32, torch.int64):
@@ -260,16 +320,28 @@ class ExpertParallel:
             self._exchange.refuse("dispatch", f"{type(error).__name__}: {error}")
             raise
 
-    def _run_combine(self, rows: torch.Tensor, weights: torch.Tensor | None, rank: torch.Tensor, token: torch.Tensor,
-                     ids: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    def _run_combine(
+        self,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        rank: torch.Tensor,
+        token: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
         self._check_open("combine")
         with self._refusing("combine"):
             _check_matrix("combine: out_rows", rows, rank.shape[0], self.spec.hidden, self.spec.dtype)
             weights = None if weights is None else _check_weights("combine", weights, rank.shape[0])
         return self._exchange.combine(rows.contiguous(), weights, rank, token, ids.shape[0])
 
-    def _run_combine_backward(self, grad: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None,
-                              rank: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def _run_combine_backward(
+        self,
+        grad: torch.Tensor,
+        rows: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        rank: torch.Tensor,
+        token: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_open("combine_backward")
         with self._refusing("combine_backward"):
             _check_matrix("combine_backward: grad", grad, grad.shape[0], self.spec.hidden, self.spec.dtype)
@@ -279,8 +351,9 @@ class ExpertParallel:
         rows = None if rows is None else rows.contiguous()
         return self._exchange.combine_backward(grad.contiguous(), rows, weights, rank, token)
 
-    def _run_dispatch_backward(self, grad_rows: torch.Tensor, grad_weights: torch.Tensor, routing: tuple[torch.Tensor, ...],
-                               ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def _run_dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_weights: torch.Tensor, routing: tuple[torch.Tensor, ...], ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_open("dispatch_backward")
         with self._refusing("dispatch_backward"):
             height = grad_rows.shape[0] if self.spec.layout == "compact" else routing[0].shape[0]
@@ -334,7 +407,9 @@ def _owners(expert_to_rank: Sequence[int] | torch.Tensor | None, num_experts: in
         raise ValueError(f"ExpertParallel: expert_to_rank has {len(owners)} entries; num_experts is {num_experts}")
     for expert, rank in enumerate(owners):
         if not 0 <= rank < world_size:
-            raise ValueError(f"ExpertParallel: expert_to_rank[{expert}] is {rank}; the group has ranks 0 to {world_size - 1}")
+            raise ValueError(
+                f"ExpertParallel: expert_to_rank[{expert}] is {rank}; the group has ranks 0 to {world_size - 1}"
+            )
     return owners
 
 
@@ -360,10 +435,12 @@ def _checked(spec: MoeSpec) -> MoeSpec:
     if spec.row_bytes % _ROW_MULTIPLE:
         each = _ROW_MULTIPLE // spec.dtype.itemsize
         raise ValueError(
-            f"ExpertParallel: a row of hidden={spec.hidden} {spec.dtype} has {spec.row_bytes} bytes; it must be a multiple of "
-            f"{_ROW_MULTIPLE} bytes, so pad hidden to {-(-spec.hidden // each) * each}"
+            f"ExpertParallel: a row of hidden={spec.hidden} {spec.dtype} has {spec.row_bytes} bytes; it must be a "
+            f"multiple of {_ROW_MULTIPLE} bytes, so pad hidden to {-(-spec.hidden // each) * each}"
         )
-    if spec.max_rows is not None and (isinstance(spec.max_rows, bool) or not isinstance(spec.max_rows, int) or spec.max_rows < 0):
+    if spec.max_rows is not None and (
+        isinstance(spec.max_rows, bool) or not isinstance(spec.max_rows, int) or spec.max_rows < 0
+    ):
         raise ValueError(f"ExpertParallel: max_rows={spec.max_rows!r}; expected None or a number of rows")
     one_of("overflow", ("raise", "drop"))
     one_of("wire", (None, "fp8", "mxfp8"))

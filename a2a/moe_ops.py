@@ -3,9 +3,12 @@
 Decisions:
 
 * `Library.define` and `impl` rather than `custom_op`, which costs four times as much per call.
-* The ops are **effectful** (ordered): a compiler may not remove, reorder or recompute them, since every rank counts on every other.
-* An ExpertParallel is named by a number in their signature, since a graph can't hold the object. The registry of numbers is weak.
-* The backward of a dispatch runs on every rank or on none: an `anchor` that requires a gradient, and never gets one, makes the
+* The ops are **effectful** (ordered): a compiler may not remove, reorder or recompute them, since every rank counts
+on every other.
+* An ExpertParallel is named by a number in their signature, since a graph can't hold the object. The registry of
+numbers is weak.
+* The backward of a dispatch runs on every rank or on none: an `anchor` that requires a gradient, and never gets one,
+makes the
   outputs of all ranks differentiable, whatever their own inputs say (a rank without tokens may bring a fresh empty tensor).
 * Everything is checked inside the ops, when they run: a traced program would otherwise carry guards on values.
 * Row counts are unbacked symbols in a traced program, 0 and 1 included.
@@ -25,11 +28,13 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 _instances: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
 
-_library = torch.library.Library("a2a", "DEF")
+_torch_library: Any = torch.library  # untyped in torch
+_library = _torch_library.Library("a2a", "DEF")
+# The outputs are those of moe_base.Dispatched, as one list: torch's inductor (2.13) loses track of unbacked sizes in
+# an effectful
+# op with several returns.
 _library.define(
-    "moe_dispatch(int ep, Tensor x, Tensor? scales, Tensor topk_ids, Tensor? topk_weights, Tensor? anchor) -> "
-    "(Tensor rows, Tensor row_scales, Tensor rows_per_expert, Tensor offsets, Tensor row_weights, Tensor row_rank, Tensor row_token, Tensor row_k, "
-    "Tensor row_index, Tensor overflow, Tensor ids)"
+    "moe_dispatch(int ep, Tensor x, Tensor? scales, Tensor topk_ids, Tensor? topk_weights, Tensor? anchor) -> Tensor[]"
 )
 _library.define(
     "moe_combine(int ep, Tensor rows, Tensor row_weights, Tensor row_rank, Tensor row_token, Tensor row_k, Tensor ids, "
@@ -65,24 +70,51 @@ def _instance(number: int) -> ExpertParallel:
 # ---------------------------------------------------------------- what runs
 
 
-def _dispatch(number: int, x: torch.Tensor, scales: torch.Tensor | None, topk_ids: torch.Tensor,
-              topk_weights: torch.Tensor | None, anchor: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return _instance(number)._run_dispatch(x, scales, topk_ids, topk_weights)
+def _dispatch(
+    number: int,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    anchor: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    return list(_instance(number)._run_dispatch(x, scales, topk_ids, topk_weights))
 
 
-def _combine(number: int, rows: torch.Tensor, row_weights: torch.Tensor, row_rank: torch.Tensor, row_token: torch.Tensor,
-             row_k: torch.Tensor, ids: torch.Tensor, apply_weights: bool) -> torch.Tensor:  # fmt: skip
+def _combine(
+    number: int,
+    rows: torch.Tensor,
+    row_weights: torch.Tensor,
+    row_rank: torch.Tensor,
+    row_token: torch.Tensor,
+    row_k: torch.Tensor,
+    ids: torch.Tensor,
+    apply_weights: bool,
+) -> torch.Tensor:
     return _instance(number)._run_combine(rows, row_weights if apply_weights else None, row_rank, row_token, ids)
 
 
-def _combine_backward(number: int, grad: torch.Tensor, rows: torch.Tensor | None, row_weights: torch.Tensor | None,
-                      row_rank: torch.Tensor, row_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _combine_backward(
+    number: int,
+    grad: torch.Tensor,
+    rows: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    row_rank: torch.Tensor,
+    row_token: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return _instance(number)._run_combine_backward(grad, rows, row_weights, row_rank, row_token)
 
 
-def _dispatch_backward(number: int, grad_rows: torch.Tensor, grad_weights: torch.Tensor, row_rank: torch.Tensor,
-                       row_token: torch.Tensor, row_k: torch.Tensor, row_index: torch.Tensor,
-                       ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _dispatch_backward(
+    number: int,
+    grad_rows: torch.Tensor,
+    grad_weights: torch.Tensor,
+    row_rank: torch.Tensor,
+    row_token: torch.Tensor,
+    row_k: torch.Tensor,
+    row_index: torch.Tensor,
+    ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     routing = (row_rank, row_token, row_k, row_index)
     return _instance(number)._run_dispatch_backward(grad_rows, grad_weights, routing, ids)
 
@@ -99,9 +131,14 @@ for _name, _function in (
 # ---------------------------------------------------------------- what a tracer sees
 
 
-@torch.library.register_fake("a2a::moe_dispatch", lib=_library)
-def _(number: int, x: torch.Tensor, scales: torch.Tensor | None, topk_ids: torch.Tensor,
-      topk_weights: torch.Tensor | None, anchor: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def _fake_dispatch(
+    number: int,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    anchor: torch.Tensor | None,
+) -> list[torch.Tensor]:
     from a2a.algorithms.moe_base import SCALE_DTYPE
 
     spec, comm = _instance(number).spec, _instance(number).comm
@@ -118,24 +155,41 @@ def _(number: int, x: torch.Tensor, scales: torch.Tensor | None, topk_ids: torch
         row_scales = topk_ids.new_empty((height, spec.scale_blocks), dtype=SCALE_DTYPE[spec.wire])
     local = spec.local_experts(comm.rank)
     ints = [topk_ids.new_empty(capacity, dtype=torch.int32) for _ in range(3)]
-    return (
-        rows, row_scales, topk_ids.new_empty(local, dtype=torch.int32), topk_ids.new_empty(local, dtype=torch.int32),
-        topk_ids.new_empty(capacity, dtype=torch.float32), *ints,
+    return [
+        rows,
+        row_scales,
+        topk_ids.new_empty(local, dtype=torch.int32),
+        topk_ids.new_empty(local, dtype=torch.int32),
+        topk_ids.new_empty(capacity, dtype=torch.float32),
+        *ints,
         topk_ids.new_empty(capacity if spec.layout == "compact" else 0, dtype=torch.int32),
-        topk_ids.new_empty(1, dtype=torch.int32), topk_ids.new_empty(topk_ids.shape, dtype=torch.int32),
-    )  # fmt: skip
+        topk_ids.new_empty(1, dtype=torch.int32),
+        topk_ids.new_empty(topk_ids.shape, dtype=torch.int32),
+    ]
 
 
-@torch.library.register_fake("a2a::moe_combine", lib=_library)
-def _(number: int, rows: torch.Tensor, row_weights: torch.Tensor, row_rank: torch.Tensor, row_token: torch.Tensor,
-      row_k: torch.Tensor, ids: torch.Tensor, apply_weights: bool) -> torch.Tensor:  # fmt: skip
+def _fake_combine(
+    number: int,
+    rows: torch.Tensor,
+    row_weights: torch.Tensor,
+    row_rank: torch.Tensor,
+    row_token: torch.Tensor,
+    row_k: torch.Tensor,
+    ids: torch.Tensor,
+    apply_weights: bool,
+) -> torch.Tensor:
     spec = _instance(number).spec
     return rows.new_empty((ids.shape[0], spec.hidden), dtype=spec.dtype)
 
 
-@torch.library.register_fake("a2a::moe_combine_backward", lib=_library)
-def _(number: int, grad: torch.Tensor, rows: torch.Tensor | None, row_weights: torch.Tensor | None, row_rank: torch.Tensor,
-      row_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _fake_combine_backward(
+    number: int,
+    grad: torch.Tensor,
+    rows: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    row_rank: torch.Tensor,
+    row_token: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     spec = _instance(number).spec
     return (
         grad.new_empty((row_rank.shape[0], spec.hidden), dtype=spec.dtype),
@@ -143,9 +197,16 @@ def _(number: int, grad: torch.Tensor, rows: torch.Tensor | None, row_weights: t
     )
 
 
-@torch.library.register_fake("a2a::moe_dispatch_backward", lib=_library)
-def _(number: int, grad_rows: torch.Tensor, grad_weights: torch.Tensor, row_rank: torch.Tensor, row_token: torch.Tensor,
-      row_k: torch.Tensor, row_index: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _fake_dispatch_backward(
+    number: int,
+    grad_rows: torch.Tensor,
+    grad_weights: torch.Tensor,
+    row_rank: torch.Tensor,
+    row_token: torch.Tensor,
+    row_k: torch.Tensor,
+    row_index: torch.Tensor,
+    ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     spec = _instance(number).spec
     return (
         grad_rows.new_empty((ids.shape[0], spec.hidden), dtype=spec.dtype),
@@ -153,10 +214,19 @@ def _(number: int, grad_rows: torch.Tensor, grad_weights: torch.Tensor, row_rank
     )
 
 
+for _name, _function in (
+    ("moe_dispatch", _fake_dispatch),
+    ("moe_combine", _fake_combine),
+    ("moe_combine_backward", _fake_combine_backward),
+    ("moe_dispatch_backward", _fake_dispatch_backward),
+):
+    _torch_library.register_fake(f"a2a::{_name}", _function, lib=_library)
+
+
 # ---------------------------------------------------------------- gradients
 
 
-def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     number, _, _, _, weights, _ = inputs
     ctx.ep = number
     ctx.weights_dtype = None if weights is None else weights.dtype
@@ -166,7 +236,7 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     ctx.save_for_backward(rank, token, k, index, ids)
 
 
-def _dispatch_gradient(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _dispatch_gradient(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     grad_rows, grad_weights = grads[0], grads[4]
     rank, token, k, index, ids = ctx.saved_tensors
     spec = _instance(ctx.ep).spec
@@ -197,17 +267,19 @@ def _combine_gradient(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor
 
 
 def _once(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    raise RuntimeError("ExpertParallel has no second derivative: its backward can't be differentiated (create_graph=True)")
+    raise RuntimeError(
+        "ExpertParallel has no second derivative: its backward can't be differentiated (create_graph=True)"
+    )
 
 
 def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Nothing is kept: there is no second derivative."""
 
 
-torch.library.register_autograd("a2a::moe_dispatch", _dispatch_gradient, setup_context=_dispatch_context, lib=_library)
-torch.library.register_autograd("a2a::moe_combine", _combine_gradient, setup_context=_combine_context, lib=_library)
+_torch_library.register_autograd("a2a::moe_dispatch", _dispatch_gradient, setup_context=_dispatch_context, lib=_library)
+_torch_library.register_autograd("a2a::moe_combine", _combine_gradient, setup_context=_combine_context, lib=_library)
 for _name in ("moe_combine_backward", "moe_dispatch_backward"):
-    torch.library.register_autograd(f"a2a::{_name}", _once, setup_context=_no_context, lib=_library)
+    _torch_library.register_autograd(f"a2a::{_name}", _once, setup_context=_no_context, lib=_library)
 
 
 def _make_effectful() -> None:

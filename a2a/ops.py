@@ -1,8 +1,10 @@
 """The collectives of tensors, with torch.distributed's names, arguments and meaning.
 
 A call that repeats an earlier one (same shapes and dtypes, even, synchronous) takes the fast way: one dictionary look-up and
-one call into C. Everything else is checked here, in this order: what one rank can see by itself raises ValueError or TypeError
-on that rank, whose peers are told with the communicator still in step; what only shows between ranks is found by the kernels.
+one call into C. Everything else is checked here, in this order: what one rank can see by itself raises ValueError or
+TypeError
+on that rank, whose peers are told with the communicator still in step; what only shows between ranks is found by the
+kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.dlpack
 from torch.autograd.graph import increment_version
 
 from a2a.algorithms.base import AllToAll, Request
@@ -71,7 +74,12 @@ def all_to_all_single(
     if _is_compiling():
         return _traced("all_to_all_single", output, input, output_split_sizes, input_split_sizes, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "all_to_all_single")
-    if output_split_sizes is None and input_split_sizes is None and not async_op and type(input) is type(output) is _Tensor:
+    if (
+        output_split_sizes is None
+        and input_split_sizes is None
+        and not async_op
+        and type(input) is type(output) is _Tensor
+    ):
         even = comm.plans.get((input.dtype, input.shape, output.shape))
         if (
             even is not None
@@ -118,20 +126,25 @@ def _comm(group: Any, op: str) -> Communicator:
     return implicit(torch.distributed.group.WORLD if group is None else group, op)
 
 
-def _traced(name: str, *args: Any) -> Any:
+def _traced(name: str, *args: Any) -> Work | None:
     if any(isinstance(a, Communicator) for a in args):
-        raise TypeError(f"{name}: while compiling, pass a ProcessGroup instead of a Communicator: the graph names groups")
-    return originals[name](*args)
+        raise TypeError(
+            f"{name}: while compiling, pass a ProcessGroup instead of a Communicator: the graph names groups"
+        )
+    work: Work | None = originals[name](*args)
+    return work
 
 
-def _named(op: str) -> Any:
+def _named(op: str) -> contextlib.AbstractContextManager[Any]:
     return torch.profiler.record_function(f"a2a::{op}") if _profiling() else contextlib.nullcontext()
 
 
 # ---------------------------------------------------------------- the checked way
 
 
-def _all_to_all_single(comm: Communicator, output: Any, input: Any, output_splits: Any, input_splits: Any, async_op: bool) -> Any:
+def _all_to_all_single(
+    comm: Communicator, output: Any, input: Any, output_splits: Any, input_splits: Any, async_op: bool
+) -> Work | None:
     op = "all_to_all_single"
     comm.check_open(op)
     plan = _plan(comm)
@@ -162,7 +175,7 @@ def _all_to_all_single(comm: Communicator, output: Any, input: Any, output_split
                 comm.plans.clear()
             comm.plans[(inp.dtype, inp.shape, out.shape)] = _Even(comm, request, source.numel() * source.element_size())
     else:
-        outputs, inputs = list(target.split(out_rows)), list(source.split(in_rows))
+        outputs, inputs = list(torch.split(target, out_rows)), list(torch.split(source, in_rows))
         if async_op:
             return algorithm.submit(comm, request, outputs, inputs, op, [out], finish)
         algorithm.run(comm, request, outputs, inputs)
@@ -170,7 +183,9 @@ def _all_to_all_single(comm: Communicator, output: Any, input: Any, output_split
     return None
 
 
-def _all_to_all_list(comm: Communicator, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool) -> Any:
+def _all_to_all_list(
+    comm: Communicator, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool
+) -> Work | None:
     op = "all_to_all"
     comm.check_open(op)
     algorithm = _algorithm(_plan(comm))
@@ -180,7 +195,9 @@ def _all_to_all_list(comm: Communicator, output_list: Sequence[Any], input_list:
         for rank, (out, inp) in enumerate(zip(outputs, inputs, strict=True)):
             _check_pair(f"{op}: piece {rank}", comm, out, inp)
             if inp.dtype != inputs[0].dtype:
-                raise TypeError(f"{op}: input {rank} is {inp.dtype}, input 0 is {inputs[0].dtype}; all must have one dtype")
+                raise TypeError(
+                    f"{op}: input {rank} is {inp.dtype}, input 0 is {inputs[0].dtype}; all must have one dtype"
+                )
         mine = comm.rank
         if outputs[mine].numel() != inputs[mine].numel():
             raise ValueError(
@@ -247,7 +264,7 @@ def _tensor(value: Any, what: str) -> torch.Tensor:
             warnings.simplefilter("ignore")
             return torch.from_numpy(value)
     if hasattr(value, "__dlpack__"):
-        return torch.from_dlpack(value)
+        return torch.utils.dlpack.from_dlpack(value)
     raise TypeError(f"{what} must be a torch tensor, a NumPy array or an object with __dlpack__; got {type(value)}")
 
 
@@ -264,13 +281,17 @@ def _check_pair(op: str, comm: Communicator, out: torch.Tensor, inp: torch.Tenso
         raise TypeError(f"{op}: output tensor must have the same type as input tensor; got {out.dtype} and {inp.dtype}")
     for which, tensor in (("output", out), ("input", inp)):
         if tensor.device.type != comm.device_type:
-            raise ValueError(f"{op}: {which} is on {tensor.device}, but this communicator serves {comm.device_type} tensors")
+            raise ValueError(
+                f"{op}: {which} is on {tensor.device}, but this communicator serves {comm.device_type} tensors"
+            )
         if tensor.layout != torch.strided:
             raise ValueError(f"{op}: {which} is {tensor.layout}; only strided (dense) tensors can be exchanged")
         if tensor.is_quantized:
             raise TypeError(f"{op}: {which} is quantized; exchange its int_repr()")
     if out.numel() and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"{op}: output has several elements in one place (expanded, stride 0); pass output.contiguous()")
+        raise ValueError(
+            f"{op}: output has several elements in one place (expanded, stride 0); pass output.contiguous()"
+        )
 
 
 def _splits(op: str, which: str, splits: Any, rows: int, world_size: int) -> list[int]:
@@ -320,7 +341,11 @@ def _contiguous(out: torch.Tensor, inp: torch.Tensor) -> tuple[torch.Tensor, tor
     if not target.is_contiguous() or target.is_conj() or target.is_neg():
         target = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     size = target.numel() * target.element_size()
-    if size and source.numel() and -source.numel() * source.element_size() < source.data_ptr() - target.data_ptr() < size:
+    if (
+        size
+        and source.numel()
+        and -source.numel() * source.element_size() < source.data_ptr() - target.data_ptr() < size
+    ):
         source = source.clone()  # pieces arrive while others are still to be sent
 
     def finish() -> None:

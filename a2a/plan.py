@@ -58,11 +58,14 @@ def choose(request: Request, comm: Communicator) -> Plan:
         return Plan(request, match[0][1], match[0][2], match[0][0], "A2A_ALGORITHM", tuple(rejected))
     if not able:
         raise UnsupportedError(
-            f"{request.op}: no algorithm supports this request: " + "; ".join(f"{name}: {why}" for name, why in rejected)
+            f"{request.op}: no algorithm supports this request: "
+            + "; ".join(f"{name}: {why}" for name, why in rejected)
         )
     able.sort(key=lambda entry: entry[0])
     best = able[0]
-    rejected += [(a.name, f"modelled {time:.1f} us, {time / max(best[0], 1e-9):.2f} times as long") for time, a, _ in able[1:]]
+    rejected += [
+        (a.name, f"modelled {time:.1f} us, {time / max(best[0], 1e-9):.2f} times as long") for time, a, _ in able[1:]
+    ]
     return Plan(request, best[1], best[2], best[0], "least modelled time", tuple(rejected))
 
 

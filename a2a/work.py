@@ -26,8 +26,15 @@ class Work:
     Like: torch.distributed.Work. Differs: the deadline is the communicator's, and errors are a2a's own.
     """
 
-    def __init__(self, comm: Communicator, ticket: int, op: str, outputs: list[torch.Tensor], keep: object,
-                 finish: Callable[[], None] | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        comm: Communicator,
+        ticket: int,
+        op: str,
+        outputs: list[torch.Tensor],
+        keep: object,
+        finish: Callable[[], None] | None,
+    ) -> None:
         self._comm, self._op, self._outputs, self._keep, self._finish = comm, op, outputs, keep, finish
         self._ticket: int | None = ticket
         self._lock = threading.Lock()
@@ -61,9 +68,10 @@ class Work:
         while not self._settle(_SLICE_S):
             if limit and time.monotonic() - start > limit:
                 raise PeerTimeoutError(
-                    f"{self._op}: not done after the {limit:g} s that wait() was given; it goes on", rank=self._comm.rank,
+                    f"{self._op}: not done after the {limit:g} s that wait() was given; it goes on",
+                    rank=self._comm.rank,
                     op=self._op,
-                )  # fmt: skip
+                )
         if self._error is not None:
             raise self._error
         return True
@@ -114,7 +122,7 @@ class Work:
         assert future is not None
         with contextlib.suppress(RuntimeError):  # somebody else set it
             if self._error is not None:
-                future.set_exception(self._error)  # type: ignore[no-untyped-call]
+                future.set_exception(self._error)  # type: ignore[arg-type]  # torch says T, and takes an exception
             else:
                 future.set_result(self._outputs)
 

@@ -1,8 +1,8 @@
 """All-to-all by loads and stores in shared memory; each pair of ranks takes the shortest way it has.
 
 Small pieces travel beside the first signal (eager). Larger ones are stored by the sender into a receiver's symmetric tensor
-(push), or else loaded by the receiver from a sender's symmetric tensor (pull): one copy. Two ordinary tensors meet in a ring of
-slots whose two copies overlap (staged). The kernel, csrc/cpu/all_to_all_pairwise.cpp, has the protocol.
+(push), or else loaded by the receiver from a sender's symmetric tensor (pull): one copy. Two ordinary tensors meet
+in a ring of slots whose two copies overlap (staged). The kernel, csrc/cpu/all_to_all_pairwise.cpp, has the protocol.
 
 Wins wherever ranks share a host.
 """
@@ -59,8 +59,16 @@ class AllToAllPairwise(AllToAll):
         if result:
             comm.raise_failure(result, "all_to_all")
 
-    def submit(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
-               op: str, result: list[torch.Tensor], finish: Any) -> Work:  # fmt: skip
+    def submit(
+        self,
+        comm: Communicator,
+        request: int,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        op: str,
+        result: list[torch.Tensor],
+        finish: Any,
+    ) -> Work:
         ticket = cpu.lib().a2a_submit(comm.handle, request, *_arrays(outputs, inputs))
         work = Work(comm, ticket, op, result, (outputs, inputs), finish)
         comm.keep(work)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from a2a.work import Work
+
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
@@ -56,7 +58,9 @@ class Cost:
         """What this would take on the communicator's topology, from its links' latency and bandwidth."""
         up, out = comm.topology.scale_up, comm.topology.scale_out
         time = self.steps * up.latency_us + self.copied_bytes / (up.bandwidth_GBps * 1e3)
-        return time + (out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3) if self.scale_out_bytes else 0)
+        return time + (
+            out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3) if self.scale_out_bytes else 0
+        )
 
 
 class Algorithm(ABC):
@@ -89,8 +93,16 @@ class AllToAll(Algorithm):
         """The same for two contiguous tensors that all ranks share evenly."""
 
     @abstractmethod
-    def submit(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
-               op: str, result: list[torch.Tensor], finish: Any) -> Any:  # fmt: skip
+    def submit(
+        self,
+        comm: Communicator,
+        request: int,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        op: str,
+        result: list[torch.Tensor],
+        finish: Any,
+    ) -> Work:
         """Start it and return Work."""
 
     @abstractmethod

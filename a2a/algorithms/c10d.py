@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from a2a.algorithms.base import AllToAll, Cost, Request
-from a2a.work import DoneWork
+from a2a.work import DoneWork, Work
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
@@ -55,20 +55,33 @@ class AllToAllC10d(AllToAll):
         """The engine has no way to say so; its own deadline must do."""
 
     def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor) -> None:
-        self.run(comm, request, list(output.reshape(-1).chunk(comm.world_size)), list(input.reshape(-1).chunk(comm.world_size)))
+        self.run(
+            comm,
+            request,
+            list(output.reshape(-1).chunk(comm.world_size)),
+            list(input.reshape(-1).chunk(comm.world_size)),
+        )
 
     def run(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         self.submit(comm, request, outputs, inputs, "all_to_all", outputs, None)
 
-    def submit(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
-               op: str, result: list[torch.Tensor], finish: Any) -> Any:  # fmt: skip
+    def submit(
+        self,
+        comm: Communicator,
+        request: int,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        op: str,
+        result: list[torch.Tensor],
+        finish: Any,
+    ) -> Work:
         # As bytes, in one flat call: engines differ in the dtypes, strides and lists that they take.
         send, receive = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
         into = torch.empty(sum(t.numel() for t in receive), dtype=torch.uint8, device=outputs[0].device)
         originals["all_to_all_single"](
             into, torch.cat(send), [t.numel() for t in receive], [t.numel() for t in send], group=comm.group
         )
-        for part, piece in zip(receive, into.split([t.numel() for t in receive]), strict=True):
+        for part, piece in zip(receive, torch.split(into, [t.numel() for t in receive]), strict=True):
             part.copy_(piece)
         if finish is not None:
             finish()
@@ -77,4 +90,8 @@ class AllToAllC10d(AllToAll):
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return (
+        tensor.reshape(-1).view(torch.uint8)
+        if tensor.numel()
+        else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    )

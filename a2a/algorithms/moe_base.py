@@ -1,7 +1,7 @@
 """What the algorithms of ExpertParallel share: the specification of an instance, and what a dispatch returns.
 
-Legend of shape suffixes: T tokens of this rank, K experts per token, H hidden, E experts, L experts of this rank, R received rows
-(padding included), U distinct received tokens.
+Legend of shape suffixes: T tokens of this rank, K experts per token, H hidden, E experts, L experts of this rank, R
+received rows (padding included), U distinct received tokens.
 """
 
 from __future__ import annotations
@@ -109,23 +109,41 @@ class MoeExchange:
     """A live exchange of one ExpertParallel: its buffers and its four collectives. Arguments are contiguous and checked."""
 
     @abstractmethod
-    def dispatch(self, x_TH: torch.Tensor, scales: torch.Tensor | None, topk_ids_TK: torch.Tensor,
-                 weights_TK: torch.Tensor | None) -> Dispatched:  # fmt: skip
+    def dispatch(
+        self,
+        x_TH: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor | None,
+    ) -> Dispatched:
         """Send every token to the ranks of its experts."""
 
     @abstractmethod
-    def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, row_rank_R: torch.Tensor, row_token_R: torch.Tensor,
-                num_tokens: int) -> torch.Tensor:  # fmt: skip
+    def combine(
+        self,
+        rows_RH: torch.Tensor,
+        weights_R: torch.Tensor | None,
+        row_rank_R: torch.Tensor,
+        row_token_R: torch.Tensor,
+        num_tokens: int,
+    ) -> torch.Tensor:
         """Sum every token's rows, wherever they are, into [num_tokens, hidden] on the rank that owns the token."""
 
     @abstractmethod
-    def combine_backward(self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None,
-                         row_rank_R: torch.Tensor, row_token_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def combine_backward(
+        self,
+        grad_TH: torch.Tensor,
+        rows_RH: torch.Tensor | None,
+        weights_R: torch.Tensor | None,
+        row_rank_R: torch.Tensor,
+        row_token_R: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(grad_rows_RH, grad_weights_R); the second is zero where `rows_RH` is None."""
 
     @abstractmethod
-    def dispatch_backward(self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...],
-                          num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...], num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(grad_TH, grad_weights_TK in float32). `routing`: row rank, token, k and index, each [R]."""
 
     @abstractmethod

@@ -1,9 +1,10 @@
 """Mixture of Experts with rows stored where they belong.
 
-Each rank has a pool of symmetric memory. Before a dispatch it sets aside room for the most rows that could come and sends the
+Each rank has a pool of symmetric memory. Before a dispatch it sets aside room for the most rows that could come and
+sends the
 address along with its counts; the sources then store every row into its final place, and only ids and weights go through the
-rings. Afterwards the room shrinks to what came, and belongs to the returned tensor until that dies. A rank whose pool is full
-asks to be staged for, this once; the others need not know more. Combine is that of `moe_staged`.
+rings. Afterwards the room shrinks to what came, and belongs to the returned tensor until that dies. A rank whose
+pool is full asks to be staged for, this once; the others need not know more. Combine is that of `moe_staged`.
 
 Wins whenever rows keep their dtype: every row is written once and nothing else is.
 """
@@ -39,7 +40,8 @@ class MoeDirect(MoeStaged):
         if request.get("layout") != "expert":
             return f"a row of layout={request.get('layout')!r} has no place of its own per expert"
         if request.get("most_row_bytes") * comm.world_size > _MOST_BYTES:
-            return f"its pool would have to hold {request.get('most_row_bytes') * comm.world_size >> 30} GiB; lower max_tokens"
+            most = request.get("most_row_bytes") * comm.world_size
+            return f"its pool would have to hold {most >> 30} GiB; lower max_tokens"
         return None
 
     def cost(self, request: Request, comm: Communicator) -> Cost:

@@ -65,9 +65,18 @@ class SharedMemoryExchange(MoeExchange):
         self._counts = self._transport.alloc(counts, self._what)
         owners = (ctypes.c_int32 * spec.num_experts)(*spec.expert_to_rank)
         self._moe: int | None = self._lib.a2a_moe_create(
-            comm.handle, spec.num_experts, spec.top_k, spec.hidden, spec.max_tokens, _DTYPE[spec.dtype], spec.expert_alignment,
-            _WIRE[spec.wire], int(spec.wire_combine == "float32" and spec.dtype != torch.float32), owners, self._counts.address,
-        )  # fmt: skip
+            comm.handle,
+            spec.num_experts,
+            spec.top_k,
+            spec.hidden,
+            spec.max_tokens,
+            _DTYPE[spec.dtype],
+            spec.expert_alignment,
+            _WIRE[spec.wire],
+            int(spec.wire_combine == "float32" and spec.dtype != torch.float32),
+            owners,
+            self._counts.address,
+        )
         self._local = spec.local_experts(comm.rank)
         most = [spec.most_rows(rank, comm.world_size) * spec.row_bytes for rank in range(comm.world_size)]
         self._most_bytes = most[comm.rank]
@@ -105,8 +114,13 @@ class SharedMemoryExchange(MoeExchange):
 
     # ---- collectives
 
-    def dispatch(self, x_TH: torch.Tensor, scales: torch.Tensor | None, topk_ids_TK: torch.Tensor,
-                 weights_TK: torch.Tensor | None) -> Dispatched:  # fmt: skip
+    def dispatch(
+        self,
+        x_TH: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor | None,
+    ) -> Dispatched:
         spec, request, num_tokens = self._spec, self._requests["dispatch"], topk_ids_TK.shape[0]
         ids_bytes = topk_ids_TK.element_size()
         reserved = self._reserve()
@@ -120,7 +134,8 @@ class SharedMemoryExchange(MoeExchange):
             if result == cpu.INVALID:
                 token, k, bad = counts[0], counts[1], counts[2]
                 raise ValueError(
-                    f"dispatch: topk_ids_TK[{token}, {k}] is {bad}; expert ids are 0 to {spec.num_experts - 1}, or -1 for none"
+                    f"dispatch: topk_ids_TK[{token}, {k}] is {bad}; expert ids are 0 to {spec.num_experts - 1}, "
+                    f"or -1 for none"
                 )
             self._comm.raise_failure(result, "dispatch")
         # The context is locked from here to the end of a2a_moe_dispatch.
@@ -140,9 +155,16 @@ class SharedMemoryExchange(MoeExchange):
                 self._unreserve(reserved[0])
             raise
         result = self._lib.a2a_moe_dispatch(
-            self._moe, request, x_TH.data_ptr(), scales.data_ptr() if scales is not None else None, topk_ids_TK.data_ptr(),
-            ids_bytes, weights_TK.data_ptr() if weights_TK is not None else None, num_tokens, ctypes.byref(where),
-        )  # fmt: skip
+            self._moe,
+            request,
+            x_TH.data_ptr(),
+            scales.data_ptr() if scales is not None else None,
+            topk_ids_TK.data_ptr(),
+            ids_bytes,
+            weights_TK.data_ptr() if weights_TK is not None else None,
+            num_tokens,
+            ctypes.byref(where),
+        )
         if result:
             self._comm.raise_failure(result, "dispatch")
         true_counts = torch.tensor(counts[3 : 3 + self._local], dtype=torch.int32)
@@ -173,49 +195,103 @@ class SharedMemoryExchange(MoeExchange):
         overflow = torch.zeros(1, dtype=torch.int32)
         weights = torch.empty(capacity)
         where = cpu.MoeRows(
-            rows=rows.data_ptr(), scales=scales.data_ptr(), weights=weights.data_ptr(), rank=ints[0].data_ptr(),
-            token=ints[1].data_ptr(), k=ints[2].data_ptr(), index=index.data_ptr(), offsets=offsets.data_ptr(),
-            overflow=overflow.data_ptr(), capacity=capacity, compact_capacity=height,
-            limit=-1 if spec.max_rows is None else spec.max_rows, rows_wire=wire_rows, compact=compact,
+            rows=rows.data_ptr(),
+            scales=scales.data_ptr(),
+            weights=weights.data_ptr(),
+            rank=ints[0].data_ptr(),
+            token=ints[1].data_ptr(),
+            k=ints[2].data_ptr(),
+            index=index.data_ptr(),
+            offsets=offsets.data_ptr(),
+            overflow=overflow.data_ptr(),
+            capacity=capacity,
+            compact_capacity=height,
+            limit=-1 if spec.max_rows is None else spec.max_rows,
+            rows_wire=wire_rows,
+            compact=compact,
             direct=reserved is not None,
-        )  # fmt: skip
-        return Dispatched(rows, scales, offsets, offsets, weights, *ints, index, overflow, offsets), where
+        )
+        rank, token, k = ints
+        return Dispatched(rows, scales, offsets, offsets, weights, rank, token, k, index, overflow, offsets), where
 
-    def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, row_rank_R: torch.Tensor, row_token_R: torch.Tensor,
-                num_tokens: int) -> torch.Tensor:  # fmt: skip
+    def combine(
+        self,
+        rows_RH: torch.Tensor,
+        weights_R: torch.Tensor | None,
+        row_rank_R: torch.Tensor,
+        row_token_R: torch.Tensor,
+        num_tokens: int,
+    ) -> torch.Tensor:
         y = self._matrix(num_tokens)
         result = self._lib.a2a_moe_combine(
-            self._moe, self._requests["combine"], rows_RH.data_ptr(), row_rank_R.shape[0], _pointer(weights_R),
-            row_rank_R.data_ptr(), row_token_R.data_ptr(), None, None, None, y.data_ptr(), None, num_tokens,
-        )  # fmt: skip
+            self._moe,
+            self._requests["combine"],
+            rows_RH.data_ptr(),
+            row_rank_R.shape[0],
+            _pointer(weights_R),
+            row_rank_R.data_ptr(),
+            row_token_R.data_ptr(),
+            None,
+            None,
+            None,
+            y.data_ptr(),
+            None,
+            num_tokens,
+        )
         if result:
             self._comm.raise_failure(result, "combine")
         return y
 
-    def combine_backward(self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None,
-                         row_rank_R: torch.Tensor, row_token_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def combine_backward(
+        self,
+        grad_TH: torch.Tensor,
+        rows_RH: torch.Tensor | None,
+        weights_R: torch.Tensor | None,
+        row_rank_R: torch.Tensor,
+        row_token_R: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+
         num_rows = row_rank_R.shape[0]
         grad_rows = self._matrix(num_rows)
         grad_weights = torch.zeros(num_rows) if rows_RH is None else torch.empty(num_rows)
         result = self._lib.a2a_moe_spread(
-            self._moe, self._requests["combine_backward"], grad_TH.data_ptr(), grad_TH.shape[0], _pointer(rows_RH), num_rows,
-            _pointer(weights_R), row_rank_R.data_ptr(), row_token_R.data_ptr(), grad_rows.data_ptr(),
+            self._moe,
+            self._requests["combine_backward"],
+            grad_TH.data_ptr(),
+            grad_TH.shape[0],
+            _pointer(rows_RH),
+            num_rows,
+            _pointer(weights_R),
+            row_rank_R.data_ptr(),
+            row_token_R.data_ptr(),
+            grad_rows.data_ptr(),
             None if rows_RH is None else grad_weights.data_ptr(),
-        )  # fmt: skip
+        )
         if result:
             self._comm.raise_failure(result, "combine_backward")
         return grad_rows, grad_weights
 
-    def dispatch_backward(self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...],
-                          num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...], num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rank, token, k, index = routing
         grad_x = self._matrix(num_tokens)
         grad_weights = torch.empty(num_tokens, self._spec.top_k)
         result = self._lib.a2a_moe_combine(
-            self._moe, self._requests["dispatch_backward"], grad_rows.data_ptr(), rank.shape[0], None, rank.data_ptr(),
-            token.data_ptr(), k.data_ptr(), index.data_ptr() if self._spec.layout == "compact" else None,
-            _pointer(grad_weights_R), grad_x.data_ptr(), _pointer(grad_weights), num_tokens,
-        )  # fmt: skip
+            self._moe,
+            self._requests["dispatch_backward"],
+            grad_rows.data_ptr(),
+            rank.shape[0],
+            None,
+            rank.data_ptr(),
+            token.data_ptr(),
+            k.data_ptr(),
+            index.data_ptr() if self._spec.layout == "compact" else None,
+            _pointer(grad_weights_R),
+            grad_x.data_ptr(),
+            _pointer(grad_weights),
+            num_tokens,
+        )
         if result:
             self._comm.raise_failure(result, "dispatch_backward")
         return grad_x, grad_weights

@@ -14,8 +14,21 @@ import functools
 import platform
 import sys
 import sysconfig
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t
-from ctypes import c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +159,9 @@ def lib() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise UnsupportedError(f"a2a: {path} can't be loaded ({error}); build it on this machine: pip install .") from error
+        raise UnsupportedError(
+            f"a2a: {path} can't be loaded ({error}); build it on this machine: pip install ."
+        ) from error
     library.a2a_abi.restype = c_uint32
     if (found := library.a2a_abi()) != ABI:
         raise UnsupportedError(f"a2a: {path} has ABI {found}, this package needs {ABI}; reinstall a2a")

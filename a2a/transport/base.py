@@ -115,4 +115,6 @@ class Transport(ABC):
     def close(self) -> None:
         """Leave. Idempotent, local; peers that still wait for this rank are told."""
 
-
+    @abstractmethod
+    def free(self) -> None:
+        """Free the handle. After close(), when nothing of this process refers to its kernels any more."""

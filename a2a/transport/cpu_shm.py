@@ -4,13 +4,15 @@ Decisions:
 
 * **Anonymous memory** (`memfd_create`), handed over as descriptors. It has no name, so nothing is left behind when every
   process is killed, no other user can open it, and neither the size nor the mount options of /dev/shm matter.
-* **One segment for all ranks**, made by rank 0: rank r's part begins at r times the stride. The first segment holds signals and
+* **One segment for all ranks**, made by rank 0: rank r's part begins at r times the stride. The first segment holds
+signals and
   staging; further ones are arenas for `alloc`, cut deterministically, so that every rank finds the same offsets.
 * **A freed block is used again only when every rank has let go of it**: `alloc` is where ranks tell each other what they
   have let go of. Garbage collection alone never changes what the ranks agree on.
 * **Deaths are seen through pidfds**, which a process opens on itself and hands to its peers: they work between process-id
   namespaces and, unlike a socket that a forked child keeps open, tell of the process itself.
-* **Ranks read each other's ordinary memory** (`process_vm_readv`) where the system lets every one of them: tried once, with a
+* **Ranks read each other's ordinary memory** (`process_vm_readv`) where the system lets every one of them: tried
+once, with a
   secret, when the communicator is made. It saves ordinary tensors of middling size a copy. Nothing is done to get the
   permission; without it they are staged, and `stats()` says why.
 * The mapping of a segment outlives `close()` for as long as a tensor needs it.
@@ -38,7 +40,14 @@ import torch
 import torch.utils.dlpack
 
 from a2a.config import config
-from a2a.errors import A2AError, InterruptedRankError, MismatchError, PeerTimeoutError, RowOverflowError, UnsupportedError
+from a2a.errors import (
+    A2AError,
+    InterruptedRankError,
+    MismatchError,
+    PeerTimeoutError,
+    RowOverflowError,
+    UnsupportedError,
+)
 from a2a.kernels import cpu
 from a2a.topology import HostFacts, Topology, local_facts
 from a2a.topology.host import cores_together
@@ -132,15 +141,25 @@ class CpuShm(Transport):
                 raise UnsupportedError(f"cpu_shm: rank {peer} can't share memory: {theirs.decode()}")
         spin_us = config().spin_us
         handle = self._lib.a2a_attach(
-            base, 0, self.rank, self.world_size, staging, (c_int * self.world_size)(*pidfds), cores,
-            -1.0 if spin_us is None else spin_us, self.timeout_s, self._callback,
-        )  # fmt: skip
+            base,
+            0,
+            self.rank,
+            self.world_size,
+            staging,
+            (c_int * self.world_size)(*pidfds),
+            cores,
+            -1.0 if spin_us is None else spin_us,
+            self.timeout_s,
+            self._callback,
+        )
         if handle is None:
             raise UnsupportedError("cpu_shm: the ranks run different versions of a2a's compiled library")
         self.handle = handle
         self._control = (base, num_bytes, self._lib.a2a_pool_create(base, num_bytes, base, num_bytes))
         self._alloc_request = self.request("alloc", 0, "comm.empty or ExpertParallel(...)")
-        self.why_no_reads = self._try_reads(wiring, pidfds)  # the exchange is a barrier: nobody signals before all have attached
+        self.why_no_reads = self._try_reads(
+            wiring, pidfds
+        )  # the exchange is a barrier: nobody signals before all have attached
 
     # ---- bringing memory up
 
@@ -169,7 +188,9 @@ class CpuShm(Transport):
             base = self._map(mine, num_bytes)
         os.close(mine)
         if base is None:
-            raise UnsupportedError(f"mmap of {num_bytes} bytes failed; see `ulimit -v` and the container's memory limit")
+            raise UnsupportedError(
+                f"mmap of {num_bytes} bytes failed; see `ulimit -v` and the container's memory limit"
+            )
         if format_with is None or num_bytes <= _POPULATE_BYTES:
             self._lib.a2a_populate(base, num_bytes if format_with is not None else 0)
         return base
@@ -210,7 +231,9 @@ class CpuShm(Transport):
         del here
         why = next((t for t in told if t), "")
         if why:
-            _log.info("cpu_shm: %s; ordinary tensors are copied twice. In a container, allow ptrace between the ranks", why)
+            _log.info(
+                "cpu_shm: %s; ordinary tensors are copied twice. In a container, allow ptrace between the ranks", why
+            )
         else:
             self._lib.a2a_enable_reads(self.handle, (c_int * self.world_size)(*pids))
         return why
@@ -258,8 +281,10 @@ class CpuShm(Transport):
                 raise MismatchError(
                     f"rank {self.rank} asked for {what}; rank {peer} asked for {text}. Symmetric memory is made by all "
                     f"ranks alike: call with equal arguments everywhere",
-                    rank=self.rank, peer=peer, op="alloc",
-                )  # fmt: skip
+                    rank=self.rank,
+                    peer=peer,
+                    op="alloc",
+                )
         for block in set.intersection(*(set(record[4 : 4 + record[3]]) for record in records)):
             del self._arenas[block >> 24].blocks[(block & 0xFFFFFF) * _PAGE]
 
@@ -287,7 +312,10 @@ class CpuShm(Transport):
     def _tensor(self, pool: int, pointer: int, num_bytes: int) -> torch.Tensor:
         managed = self._lib.a2a_pool_dlpack(pool, pointer, num_bytes)
         new_capsule = ctypes.pythonapi.PyCapsule_New
-        new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        new_capsule.restype, new_capsule.argtypes = (
+            ctypes.py_object,
+            (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
+        )
         return torch.utils.dlpack.from_dlpack(new_capsule(managed, b"dltensor", None))
 
     def _pool_of(self, buffer: SymmetricBuffer) -> int:
@@ -299,7 +327,9 @@ class CpuShm(Transport):
 
     def pool(self, buffer: SymmetricBuffer) -> TensorPool:
         """Hand `buffer` out piece by piece, as tensors; instead of `tensor` and `release`."""
-        return TensorPool(self, buffer, self._lib.a2a_pool_child(self._pool_of(buffer), buffer.pointer, buffer.num_bytes))
+        return TensorPool(
+            self, buffer, self._lib.a2a_pool_child(self._pool_of(buffer), buffer.pointer, buffer.num_bytes)
+        )
 
     def private_pool(self, num_bytes: int) -> TensorPool | None:
         """The same of this rank's own memory, in huge pages where the system grants them. None if there is no room."""
@@ -371,8 +401,10 @@ class CpuShm(Transport):
             who = self._lib.a2a_last_peer(self.handle) if peer is None else peer
             raise MismatchError(
                 f"{op}: rank {who} refused its own call, so nothing was exchanged: {self._cause(who)}",
-                rank=self.rank, peer=who, op=op,
-            )  # fmt: skip
+                rank=self.rank,
+                peer=who,
+                op=op,
+            )
         record: int = self._lib.a2a_failure(self.handle)
         cause, by, who, text = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF, record & 0xFFFF
         asked = self._lib.a2a_request_text(self.handle, by, text).decode(errors="replace")
@@ -387,17 +419,23 @@ class CpuShm(Transport):
         if cause in (1, 2, 3):
             what = {
                 1: f"rank {by} waited {self.timeout_s:.1f} s for rank {peer} in {asked}"
-                + (f" (rank {peer} is at epoch {self._lib.a2a_peer_epoch(self.handle, peer)}, rank {self.rank} at "
-                   f"{self._lib.a2a_epoch(self.handle)}). " if peer != self.rank else ". ")
+                + (
+                    f" (rank {peer} is at epoch {self._lib.a2a_peer_epoch(self.handle, peer)}, rank {self.rank} at "
+                    f"{self._lib.a2a_epoch(self.handle)}). "
+                    if peer != self.rank
+                    else ". "
+                )
                 + _LATE.format(peer),
                 2: f"rank {peer} died: rank {by} was waiting for it in {asked}. {_DIED}",
                 3: f"rank {peer} has closed this communicator"
                 + (f": rank {by} was waiting for it in {asked}." if by != peer else " with work of its own in flight."),
-            }[cause]  # fmt: skip
+            }[cause]
             name = {1: "timeout", 2: "died", 3: "closed"}[cause]
             raise PeerTimeoutError(what + again, rank=self.rank, peer=peer, op=asked, cause=name)
         if cause in (4, 5):
-            raise MismatchError(self._cause(by) + "." + again, rank=self.rank, peer=peer if by == self.rank else by, op=op)
+            raise MismatchError(
+                self._cause(by) + "." + again, rank=self.rank, peer=peer if by == self.rank else by, op=op
+            )
         if cause == 6:
             raise RowOverflowError(self._cause(by) + "." + again)
         if cause == 7:
@@ -425,7 +463,12 @@ class CpuShm(Transport):
             "collectives": totals[0],
             "bytes": dict(zip(("eager", "pushed", "pulled", "read", "staged"), totals[1:], strict=True)),
             "peers": [
-                {"rank": p, "late": peers[3 * p], "late_us": peers[3 * p + 1] / 1e3, "longest_us": peers[3 * p + 2] / 1e3}
+                {
+                    "rank": p,
+                    "late": peers[3 * p],
+                    "late_us": peers[3 * p + 1] / 1e3,
+                    "longest_us": peers[3 * p + 2] / 1e3,
+                }
                 for p in range(self.world_size)
                 if p != self.rank
             ],
@@ -453,7 +496,7 @@ class CpuShm(Transport):
         self.handle = 0
 
     def __del__(self) -> None:
-        if sys is not None and not sys.is_finalizing() and getattr(self, "handle", 0):
+        if sys is not None and not sys.is_finalizing() and self.__dict__.get("handle"):
             with contextlib.suppress(Exception):
                 self.close()
 
@@ -465,7 +508,9 @@ class TensorPool:
         self._transport, self._buffer, self._pool, self._lib = transport, buffer, pool, cpu.lib()
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
-        """(pointer, symmetric address) of a new block, or None when the pool is full. A private pool's addresses mean nothing."""
+        """(pointer, symmetric address) of a new block, or None when the pool is full. A private pool's
+        addresses mean nothing.
+        """
         pointer: int | None = self._lib.a2a_pool_take(self._pool, num_bytes)
         return None if pointer is None else (pointer, self._buffer.address + pointer - self._buffer.pointer)
 

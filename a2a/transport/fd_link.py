@@ -63,7 +63,8 @@ class FdLink:
             if theirs:
                 self.close()
                 raise UnsupportedError(
-                    f"cpu_shm: rank {peer} can't link to the ranks of its host through an abstract Unix socket: {theirs.decode()}"
+                    f"cpu_shm: rank {peer} can't link to the ranks of its host through an abstract Unix socket: "
+                    f"{theirs.decode()}"
                 )
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:

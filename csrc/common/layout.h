@@ -5,7 +5,7 @@
 
 namespace a2a {
 
-constexpr std::size_t kLine = 64;    // bytes that one core hands to another at a time
+constexpr std::size_t kLine = 64;  // bytes that one core hands to another at a time
 constexpr std::size_t kPage = 4096;
 
 constexpr std::size_t align_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
@@ -30,7 +30,8 @@ struct Cut {
   std::size_t units(std::size_t tokens) const { return ceil_div(tokens, tokens_per_unit) * tiles; }
 };
 
-constexpr std::uint32_t kTileColumns = 256;  // tiles are multiples of this, so that lanes and scale blocks never straddle one
+constexpr std::uint32_t kTileColumns =
+    256;  // tiles are multiples of this, so that lanes and scale blocks never straddle one
 
 inline Cut make_cut(std::size_t columns, std::size_t slot_bytes, std::size_t fixed_bytes, std::size_t token_bytes,
                     std::size_t column_num, std::size_t column_den, std::uint32_t most_tokens) {

@@ -13,29 +13,29 @@ typedef struct a2a_ticket a2a_ticket;
 typedef struct a2a_moe a2a_moe;
 
 A2A_API uint32_t a2a_abi(void);
-A2A_API const char* a2a_isa(void);                    // "plain", "avx2" or "avx512": what this CPU runs
-A2A_API int a2a_select_isa(const char* name);         // for tests; 0 if this CPU or build lacks it
+A2A_API const char* a2a_isa(void);             // "plain", "avx2" or "avx512": what this CPU runs
+A2A_API int a2a_select_isa(const char* name);  // for tests; 0 if this CPU or build lacks it
 
 // --- life of a context
 A2A_API size_t a2a_control_bytes(uint32_t world, size_t staging_bytes);
 A2A_API void a2a_format(void* base, uint32_t world, size_t staging_bytes, uint32_t first_epoch);
-A2A_API void* a2a_map(int fd, size_t bytes);          // null on failure
+A2A_API void* a2a_map(int fd, size_t bytes);  // null on failure
 A2A_API void a2a_unmap(void* base, size_t bytes);
 A2A_API a2a_context* a2a_attach(void* base, size_t mapped_bytes, uint32_t rank, uint32_t world, size_t staging_bytes,
                                 const int* pidfds, uint32_t cores, double spin_us, double timeout_s,
                                 int (*interrupted)(void));
 A2A_API void a2a_set_timeout(a2a_context*, double timeout_s);
-A2A_API void a2a_close(a2a_context*);                 // stops the progress thread, tells peers; memory stays
-A2A_API void a2a_destroy(a2a_context*);               // after close; unmaps the control segment
-A2A_API int a2a_add_segment(a2a_context*, void* base, size_t stride);   // index, or -1
+A2A_API void a2a_close(a2a_context*);    // stops the progress thread, tells peers; memory stays
+A2A_API void a2a_destroy(a2a_context*);  // after close; unmaps the control segment
+A2A_API int a2a_add_segment(a2a_context*, void* base, size_t stride);  // index, or -1
 A2A_API void a2a_remove_segment(a2a_context*, int index);
 A2A_API void a2a_populate(void* base, size_t bytes);  // touch pages, so that no op pays for it
 
-A2A_API int a2a_read(int pid, uint64_t from, void* to, size_t bytes);      // process_vm_readv: 0, or errno
-A2A_API void a2a_enable_reads(a2a_context*, const int* pids);              // when every rank may read every other; null: not
+A2A_API int a2a_read(int pid, uint64_t from, void* to, size_t bytes);  // process_vm_readv: 0, or errno
+A2A_API void a2a_enable_reads(a2a_context*, const int* pids);  // when every rank may read every other; null: not
 
 // --- failures and facts
-A2A_API uint64_t a2a_failure(a2a_context*);           // 0, or cause << 48 | by << 32 | peer << 16 | text
+A2A_API uint64_t a2a_failure(a2a_context*);  // 0, or cause << 48 | by << 32 | peer << 16 | text
 A2A_API const char* a2a_cause_text(a2a_context*, uint32_t rank);
 A2A_API const char* a2a_request_text(a2a_context*, uint32_t rank, uint32_t text);
 A2A_API void a2a_fail(a2a_context*, uint32_t cause, uint32_t peer, const char* message);
@@ -49,7 +49,8 @@ A2A_API int a2a_is_symmetric(a2a_context*, const void* p, size_t bytes);
 
 // --- collectives. `request` is the index that a2a_request gave to {digest, text}.
 A2A_API int a2a_request(a2a_context*, uint64_t digest, uint64_t row_bytes, const char* text);
-A2A_API int a2a_refuse(a2a_context*, uint32_t request, const char* why);   // this rank can't make its call: tell the peers
+A2A_API int a2a_refuse(a2a_context*, uint32_t request,
+                       const char* why);  // this rank can't make its call: tell the peers
 A2A_API int a2a_barrier(a2a_context*, uint32_t request);
 A2A_API int a2a_all_gather_small(a2a_context*, uint32_t request, void* out, const void* in, size_t bytes);
 A2A_API int a2a_all_to_all_even(a2a_context*, uint32_t request, void* out, const void* in, size_t bytes_per_peer);
@@ -77,46 +78,67 @@ A2A_API a2a_moe* a2a_moe_create(a2a_context*, uint32_t experts, uint32_t top_k, 
 A2A_API void a2a_moe_destroy(a2a_moe*);
 // Publishes counts and learns everybody's. Leaves the context locked on success: a2a_moe_dispatch or a2a_moe_abort follows.
 //   result[0] rows with padding, [1] rows without, [2] distinct received tokens, [3..] true rows of each local expert
-A2A_API int a2a_moe_count(a2a_moe*, uint32_t request, const void* ids, int ids_bytes, uint32_t tokens, uint64_t direct_base,
-                          int64_t* result);
+A2A_API int a2a_moe_count(a2a_moe*, uint32_t request, const void* ids, int ids_bytes, uint32_t tokens,
+                          uint64_t direct_base, int64_t* result);
 A2A_API void a2a_moe_abort(a2a_moe*);
 typedef struct {
-  void* rows;             // [capacity, hidden] dtype; or q when rows_wire; or the distinct tokens when compact
-  void* scales;           // rows_wire: [capacity, blocks]
-  float* weights;         // [capacity]
+  void* rows;                 // [capacity, hidden] dtype; or q when rows_wire; or the distinct tokens when compact
+  void* scales;               // rows_wire: [capacity, blocks]
+  float* weights;             // [capacity]
   int32_t *rank, *token, *k;  // [capacity]
-  int32_t* index;         // compact: [capacity] row -> distinct token
-  int32_t* offsets;       // [local experts]
-  int32_t* overflow;      // [1]
-  int64_t capacity;       // rows
+  int32_t* index;             // compact: [capacity] row -> distinct token
+  int32_t* offsets;           // [local experts]
+  int32_t* overflow;          // [1]
+  int64_t capacity;           // rows
   int64_t compact_capacity;
-  int64_t limit;          // max_rows, or -1
+  int64_t limit;  // max_rows, or -1
   int rows_wire, compact;
-  int direct;             // this rank's rows are symmetric and peers store into them
+  int direct;  // this rank's rows are symmetric and peers store into them
 } a2a_moe_rows;
-A2A_API int a2a_moe_dispatch(a2a_moe*, uint32_t request, const void* x, const void* x_scales, const void* ids, int ids_bytes,
-                             const void* weights, uint32_t tokens, const a2a_moe_rows* out);
+A2A_API int a2a_moe_dispatch(a2a_moe*, uint32_t request, const void* x, const void* x_scales, const void* ids,
+                             int ids_bytes, const void* weights, uint32_t tokens, const a2a_moe_rows* out);
 // y[tokens, hidden] = sum over this rank's tokens of their rows on all ranks. With weight_grads, also carries one float a row
 // home: token_weight_grads[tokens, top_k].
 A2A_API int a2a_moe_combine(a2a_moe*, uint32_t request, const void* rows, int64_t num_rows, const float* weights,
-                            const int32_t* row_rank, const int32_t* row_token, const int32_t* row_k, const int32_t* row_index,
-                            const float* weight_grads, void* y, float* token_weight_grads, uint32_t tokens);
+                            const int32_t* row_rank, const int32_t* row_token, const int32_t* row_k,
+                            const int32_t* row_index, const float* weight_grads, void* y, float* token_weight_grads,
+                            uint32_t tokens);
 // grad_rows[r] = weights[r] * g[token of r]; weight_grads[r] = dot(rows[r], g[token of r])
-A2A_API int a2a_moe_spread(a2a_moe*, uint32_t request, const void* g, uint32_t tokens, const void* rows, int64_t num_rows,
-                           const float* weights, const int32_t* row_rank, const int32_t* row_token, void* grad_rows,
-                           float* weight_grads);
+A2A_API int a2a_moe_spread(a2a_moe*, uint32_t request, const void* g, uint32_t tokens, const void* rows,
+                           int64_t num_rows, const float* weights, const int32_t* row_rank, const int32_t* row_token,
+                           void* grad_rows, float* weight_grads);
 
 // --- pools: blocks of a segment that are handed out as tensors and come back through a DLPack deleter
 typedef struct a2a_pool a2a_pool;
 A2A_API a2a_pool* a2a_pool_create(void* map, size_t map_bytes, void* mine, size_t mine_bytes);
-A2A_API a2a_pool* a2a_pool_private(size_t bytes);                // null on failure
+A2A_API a2a_pool* a2a_pool_private(size_t bytes);  // null on failure
 A2A_API a2a_pool* a2a_pool_child(a2a_pool* parent, void* block, size_t bytes);
-A2A_API void* a2a_pool_take(a2a_pool*, size_t bytes);              // null when full
+A2A_API void* a2a_pool_take(a2a_pool*, size_t bytes);  // null when full
 A2A_API void a2a_pool_shrink(a2a_pool*, void* p, size_t bytes);
 A2A_API void a2a_pool_give(a2a_pool*, void* p);
-A2A_API void* a2a_pool_dlpack(a2a_pool*, void* p, size_t bytes);   // a DLManagedTensor of uint8; its deleter gives p back
+A2A_API void* a2a_pool_dlpack(a2a_pool*, void* p,
+                              size_t bytes);  // a DLManagedTensor of uint8; its deleter gives p back
 A2A_API void* a2a_pool_take_at(a2a_pool*, size_t offset, size_t bytes);
 A2A_API int a2a_pool_holds(a2a_pool*, size_t offset);
-A2A_API void a2a_pool_close(a2a_pool*);                            // unmaps once the last block is back
+A2A_API void a2a_pool_close(a2a_pool*);  // unmaps once the last block is back
 
 A2A_API void a2a_copy(void* out, const void* in, size_t bytes, int stream);  // the copy that the collectives use
+
+// --- CUDA: loading and launching kernels through the driver (cuda_launch.cpp). Results are the driver's CUresult; 0 is success.
+A2A_API int a2a_cuda_open(void);  // finds libcuda.so.1; before all else here
+A2A_API const char* a2a_cuda_error(int error);
+A2A_API int a2a_cuda_load(const void* cubin, void** module);  // into the current context
+A2A_API int a2a_cuda_unload(void* module);
+A2A_API int a2a_cuda_function(void* module, const char* name, uint32_t shared_bytes, void** function);
+A2A_API int a2a_cuda_constant(void* module, const char* name,
+                              uint64_t* value);  // of a 64-bit variable; waits for the device
+typedef struct {                                 // a launch, prepared: a foreign-function call pays for every argument
+  void *function, *context;
+  const volatile uint64_t* failure;  // null, or not 0: launch nothing
+  const void* params;                // the kernel's one parameter, by value; its first two words are replaced
+  uint32_t params_bytes, grid, block, shared_bytes;
+  uint32_t cluster;       // blocks of a cluster; 0 or 1: none
+  uint32_t programmatic;  // 1: may start before the stream's earlier kernel has ended
+} a2a_cuda_call;
+A2A_API int a2a_cuda_launch(const a2a_cuda_call*, void* stream, uint64_t first,
+                            uint64_t second);  // -1: *failure is set

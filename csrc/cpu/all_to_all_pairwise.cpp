@@ -37,11 +37,11 @@ enum Way : std::uint8_t { kDone, kEager, kPush, kPull, kStaged };
 
 struct PeerState {
   std::uint64_t sent, received;
-  std::uint8_t* remote_out;        // push: where to store
-  const std::uint8_t* remote_in;   // pull: where to load
-  std::uint64_t plain_in;          // read: where, in the peer's own addresses
+  std::uint8_t* remote_out;       // push: where to store
+  const std::uint8_t* remote_in;  // pull: where to load
+  std::uint64_t plain_in;         // read: where, in the peer's own addresses
   Way send, recv;
-  bool send_moved, recv_moved;     // push or pull: all bytes are over; kDone comes with the signal
+  bool send_moved, recv_moved;  // push or pull: all bytes are over; kDone comes with the signal
 };
 
 // Streaming needs somewhere to come from and go to that is larger than the cache; the ring itself should stay in it.
@@ -67,10 +67,11 @@ struct Exchange {
     const bool receiving = entry.send_bytes != pairs[p].recv_bytes;
     char message[kCauseBytes];
     std::snprintf(message, sizeof message,
-                  "split sizes disagree: rank %u sends %llu bytes to rank %u, which expects %llu (rank %u called %s; rank %u called %s)",
+                  "split sizes disagree: rank %u sends %llu bytes to rank %u, which expects %llu (rank %u called %s; "
+                  "rank %u called %s)",
                   receiving ? p : c.rank, (unsigned long long)(receiving ? entry.send_bytes : pairs[p].send_bytes),
-                  receiving ? c.rank : p, (unsigned long long)(receiving ? pairs[p].recv_bytes : entry.recv_bytes), c.rank,
-                  c.text(c.rank, text), p, c.text(p, entry.text));
+                  receiving ? c.rank : p, (unsigned long long)(receiving ? pairs[p].recv_bytes : entry.recv_bytes),
+                  c.rank, c.text(c.rank, text), p, c.text(p, entry.text));
     fail(c, kSplits, p, text, message);
     return kFailed;
   }
@@ -115,7 +116,8 @@ struct Exchange {
       return finish(s.send);
     }
     if (s.send == kPull) {
-      if (!mutant(kSkipPullDone) && c.word(Geometry::kPullDone, c.rank, p).load(std::memory_order_acquire) != e) return false;
+      if (!mutant(kSkipPullDone) && c.word(Geometry::kPullDone, c.rank, p).load(std::memory_order_acquire) != e)
+        return false;
       return finish(s.send);
     }
     auto& produced = c.word(Geometry::kProduced, p, c.rank);  // only this rank writes it
@@ -124,7 +126,8 @@ struct Exchange {
     while (s.sent < pair.send_bytes) {
       const std::uint32_t consumed = c.word(Geometry::kConsumed, c.rank, p).load(std::memory_order_acquire);
       if (!mutant(kIgnoreRingSpace) && reached(n, consumed + c.geo.ring_slots)) return moved;
-      const std::size_t bytes = std::size_t(pair.send_bytes - s.sent < c.geo.slot_bytes ? pair.send_bytes - s.sent : c.geo.slot_bytes);
+      const std::size_t bytes =
+          std::size_t(pair.send_bytes - s.sent < c.geo.slot_bytes ? pair.send_bytes - s.sent : c.geo.slot_bytes);
       if (stream)
         simd().copy_fetch(c.ring(p, c.rank, n), pair.in + s.sent, bytes);
       else
@@ -148,7 +151,8 @@ struct Exchange {
       return finish(s.recv);
     }
     if (s.recv == kPush) {
-      if (!mutant(kSkipPushDone) && c.word(Geometry::kPushDone, c.rank, p).load(std::memory_order_acquire) != e) return false;
+      if (!mutant(kSkipPushDone) && c.word(Geometry::kPushDone, c.rank, p).load(std::memory_order_acquire) != e)
+        return false;
       return finish(s.recv);
     }
     if (s.recv == kPull) {
@@ -168,7 +172,8 @@ struct Exchange {
     auto& consumed = c.word(Geometry::kConsumed, p, c.rank);  // only this rank writes it
     std::uint32_t n = consumed.load(std::memory_order_relaxed);
     if (reached(n, c.word(Geometry::kProduced, c.rank, p).load(std::memory_order_acquire))) return false;
-    const std::size_t bytes = std::size_t(pair.recv_bytes - s.received < c.geo.slot_bytes ? pair.recv_bytes - s.received : c.geo.slot_bytes);
+    const std::size_t bytes =
+        std::size_t(pair.recv_bytes - s.received < c.geo.slot_bytes ? pair.recv_bytes - s.received : c.geo.slot_bytes);
     move(c, pair.out + s.received, c.ring(c.rank, p, n), bytes, stream);
     signal(c, p, consumed, n + 1);
     s.received += bytes;
@@ -198,13 +203,15 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
       entry.in_address = reinterpret_cast<std::uint64_t>(pair.in);
     entry.out_address = pair.recv_bytes > c.geo.eager_bytes ? c.address_of(pair.out, pair.recv_bytes) : 0;
     entry.text = text;
-    if (pair.send_bytes && pair.send_bytes <= c.geo.eager_bytes) std::memcpy(c.eager(p, me, e), pair.in, pair.send_bytes);
+    if (pair.send_bytes && pair.send_bytes <= c.geo.eager_bytes)
+      std::memcpy(c.eager(p, me, e), pair.in, pair.send_bytes);
     post_entry(c, p, e);
   }
   const bool stream = total / 2 >= c.stream_bytes;
   const Pair& self = pairs[me];
   std::uint64_t copied = 0;
-  if (self.send_bytes != self.recv_bytes || self.in == self.out) copied = self.send_bytes;  // checked by the caller; nothing to do
+  if (self.send_bytes != self.recv_bytes || self.in == self.out)
+    copied = self.send_bytes;                                            // checked by the caller; nothing to do
   if (total <= 2 * c.geo.eager_bytes * P && copied < self.send_bytes) {  // while the peers' entries travel
     move(c, self.out, self.in, self.send_bytes, stream);
     copied = self.send_bytes;
@@ -223,7 +230,8 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
   while (x.left) {
     bool moved = false;
     for (std::uint32_t i = 1; i < P; i++) {
-      const std::uint32_t to = (me + i) % P, from = (me + P - i) % P;  // destinations rotated: no rank is everybody's first
+      const std::uint32_t to = (me + i) % P,
+                          from = (me + P - i) % P;  // destinations rotated: no rank is everybody's first
       if (x.peers[to].send != kDone) moved |= x.send(to);
       if (x.peers[from].recv != kDone) moved |= x.recv(from);
     }
@@ -282,7 +290,8 @@ int a2a_all_to_all_even(a2a_context* h, uint32_t request, void* out, const void*
   Locked locked(c);
   Pair* pairs = static_cast<Pair*>(__builtin_alloca(c.world * sizeof(Pair)));
   for (std::uint32_t p = 0; p < c.world; p++)
-    pairs[p] = {static_cast<const std::uint8_t*>(in) + p * bytes, static_cast<std::uint8_t*>(out) + p * bytes, bytes, bytes};
+    pairs[p] = {static_cast<const std::uint8_t*>(in) + p * bytes, static_cast<std::uint8_t*>(out) + p * bytes, bytes,
+                bytes};
   return all_to_all_pairwise(c, c.requests[request % kTexts], pairs, true);
 }
 
@@ -290,13 +299,14 @@ int a2a_all_to_all_again(const a2a_even* call, void* out, const void* in) {
   return a2a_all_to_all_even(call->context, uint32_t(call->request), out, in, call->bytes_per_peer);
 }
 
-int a2a_all_to_all(a2a_context* h, uint32_t request, void* const* out, const uint64_t* recv_bytes, const void* const* in,
-                   const uint64_t* send_bytes) {
+int a2a_all_to_all(a2a_context* h, uint32_t request, void* const* out, const uint64_t* recv_bytes,
+                   const void* const* in, const uint64_t* send_bytes) {
   Context& c = *reinterpret_cast<Context*>(h);
   Locked locked(c);
   Pair* pairs = static_cast<Pair*>(__builtin_alloca(c.world * sizeof(Pair)));
   for (std::uint32_t p = 0; p < c.world; p++)
-    pairs[p] = {static_cast<const std::uint8_t*>(in[p]), static_cast<std::uint8_t*>(out[p]), send_bytes[p], recv_bytes[p]};
+    pairs[p] = {static_cast<const std::uint8_t*>(in[p]), static_cast<std::uint8_t*>(out[p]), send_bytes[p],
+                recv_bytes[p]};
   return all_to_all_pairwise(c, c.requests[request % kTexts], pairs, true);
 }
 

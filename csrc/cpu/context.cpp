@@ -1,11 +1,6 @@
 // Contexts, failures, waiting: what all kernels stand on.
-#include <cerrno>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <new>
 #include <poll.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -13,6 +8,11 @@
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
 
 #include "a2a.h"
 #include "queue.h"
@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x3161326132613261ull;
 constexpr std::uint32_t kAbi = 1;
-constexpr std::uint64_t kSliceNs = 20'000'000;   // a sleeping rank looks around this often
+constexpr std::uint64_t kSliceNs = 20'000'000;  // a sleeping rank looks around this often
 constexpr std::uint32_t kYields = 32;
 
 inline void pause() {
@@ -65,7 +65,8 @@ void fail(Context& c, Cause cause, std::uint32_t peer, std::uint32_t text, const
     c.cause_text(c.rank)[kCauseBytes - 1] = 0;
   }
   std::uint64_t none = 0;
-  if (c.header().failure.compare_exchange_strong(none, pack_failure(cause, c.rank, peer, text), std::memory_order_acq_rel)) {
+  if (c.header().failure.compare_exchange_strong(none, pack_failure(cause, c.rank, peer, text),
+                                                 std::memory_order_acq_rel)) {
     c.header().ok.store(0, std::memory_order_release);
     for (std::uint32_t r = 0; r < c.world; r++)
       if (r != c.rank) wake(c.bell(r));
@@ -93,6 +94,11 @@ int Wait::look(const void* f, bool (*missing)(const void*, std::uint32_t), std::
     return kFailed;
   }
   if (first != ~0u && now - began_ > c_.timeout_ns) {
+    for (std::uint32_t p = 0; p < c_.world; p++) {  // whoever sleeps waits, too: the one to name is awake, elsewhere
+      if (p == c_.rank || !missing(f, p) || c_.bell(p).sleeping.load(std::memory_order_relaxed)) continue;
+      first = p;
+      break;
+    }
     fail(c_, kTimeout, first, text_, nullptr);
     return kFailed;
   }
@@ -100,14 +106,10 @@ int Wait::look(const void* f, bool (*missing)(const void*, std::uint32_t), std::
 }
 
 // A failure ends a wait only if a pass made after it was seen got nowhere, too: what peers stored before it is complete.
-int Wait::failed() {
-  if (c_.header().failure.load(std::memory_order_acquire) == 0) return kOk;
-  if (failed_) return kFailed;
-  failed_ = true;
-  return kOk;
-}
+bool Wait::failed() { return failed_ = c_.header().failure.load(std::memory_order_acquire) != 0; }
 
 int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
+  if (failed_) return kFailed;  // and don't sleep first: the bell has been rung for it
   if (began_ == 0) {
     began_ = looked_ = now_ns();
     turns_ = 0;
@@ -128,7 +130,8 @@ int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
   if (!asleep_) {
     if (turns_ < (1u << 30) + kYields) {
       sched_yield();
-      return failed();
+      failed();
+      return kOk;
     }
     bell.sleeping.store(1, std::memory_order_seq_cst);
     asleep_ = true;
@@ -138,7 +141,7 @@ int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
   }
   bell_ = bell.bell.load(std::memory_order_seq_cst);
   const std::uint64_t now = now_ns();
-  if (int rc = failed()) return rc;
+  if (failed()) return kOk;
   if (now - looked_ < kSliceNs && now - began_ <= c_.timeout_ns) return kOk;
   looked_ = now;
   return look(f, missing, now);
@@ -150,7 +153,9 @@ int begin_op(Context& c) {
   if (c.header().failure.load(std::memory_order_acquire) != 0) return kFailed;
   if (c.unconfirmed) {  // this rank refused its last call and did not wait for the peers then
     Wait wait(c, 0, true);
-    auto missing = [&](std::uint32_t p) { return !reached(c.entry(c.rank, p, c.epoch).epoch.load(std::memory_order_acquire), c.epoch); };
+    auto missing = [&](std::uint32_t p) {
+      return !reached(c.entry(c.rank, p, c.epoch).epoch.load(std::memory_order_acquire), c.epoch);
+    };
     for (std::uint32_t p = 0; p < c.world; p++) {
       if (p == c.rank) continue;
       while (missing(p))
@@ -166,7 +171,9 @@ int begin_op(Context& c) {
 int await_entries(Context& c, const Request& request, bool inline_call) {
   const std::uint32_t text = request.text;
   const std::uint32_t e = c.epoch;
-  auto missing = [&](std::uint32_t p) { return !reached(c.entry(c.rank, p, e).epoch.load(std::memory_order_acquire), e); };
+  auto missing = [&](std::uint32_t p) {
+    return !reached(c.entry(c.rank, p, e).epoch.load(std::memory_order_acquire), e);
+  };
   if (!mutant(kSkipEntry)) {
     Wait wait(c, text, inline_call);
     std::uint64_t start = 0;
@@ -186,7 +193,8 @@ int await_entries(Context& c, const Request& request, bool inline_call) {
     }
   }
   auto agrees = [&](const Entry& entry) {
-    return entry.digest == request.digest && (!entry.row_bytes || !request.row_bytes || entry.row_bytes == request.row_bytes);
+    return entry.digest == request.digest &&
+           (!entry.row_bytes || !request.row_bytes || entry.row_bytes == request.row_bytes);
   };
   bool same = true;
   for (std::uint32_t p = 0; p < c.world; p++) {
@@ -345,7 +353,9 @@ void a2a_enable_reads(a2a_context* h, const int* pids) {
 uint64_t a2a_failure(a2a_context* c) { return C(c)->header().failure.load(std::memory_order_acquire); }
 const char* a2a_cause_text(a2a_context* c, uint32_t rank) { return C(c)->cause_text(rank); }
 const char* a2a_request_text(a2a_context* c, uint32_t rank, uint32_t text) { return C(c)->text(rank, text); }
-void a2a_fail(a2a_context* c, uint32_t cause, uint32_t peer, const char* message) { fail(*C(c), Cause(cause), peer, 0, message); }
+void a2a_fail(a2a_context* c, uint32_t cause, uint32_t peer, const char* message) {
+  fail(*C(c), Cause(cause), peer, 0, message);
+}
 uint32_t a2a_last_peer(a2a_context* c) { return C(c)->last_peer; }
 uint32_t a2a_epoch(a2a_context* c) { return C(c)->epoch; }
 uint32_t a2a_peer_epoch(a2a_context* h, uint32_t peer) {

@@ -8,16 +8,16 @@
 struct a2a_moe {
   a2a::Context* c;
   std::uint32_t experts, top_k, hidden, max_tokens, dtype, alignment, wire, wire_combine;
-  std::uint64_t counts_address;  // symmetric: two parities of uint32 [experts + world], see Counts
-  std::int32_t *owner, *local;   // [experts]: the rank that holds it; its index there
-  std::int32_t *of_rank, *first; // experts by (rank, id); first[r] .. first[r + 1]
+  std::uint64_t counts_address;   // symmetric: two parities of uint32 [experts + world], see Counts
+  std::int32_t *owner, *local;    // [experts]: the rank that holds it; its index there
+  std::int32_t *of_rank, *first;  // experts by (rank, id); first[r] .. first[r + 1]
   std::uint32_t my_experts;
   // Between count and dispatch, and during a dispatch:
-  std::int64_t* next;            // [my_experts * world] the next row of (expert, source)
-  std::int64_t* remote;          // [experts] the next row of mine at that expert's owner
-  std::uint64_t *tokens, *direct;// [world]
+  std::int64_t* next;              // [my_experts * world] the next row of (expert, source)
+  std::int64_t* remote;            // [experts] the next row of mine at that expert's owner
+  std::uint64_t *tokens, *direct;  // [world]
   std::int64_t rows_padded, rows_true;
-  std::int64_t distinct;         // tokens received, each counted once
+  std::int64_t distinct;  // tokens received, each counted once
   std::uint32_t text;
   // Growable scratch
   void* buffer[8];
@@ -28,7 +28,8 @@ struct a2a_moe {
   std::size_t counts_bytes() const { return (experts + c->world) * sizeof(std::uint32_t); }
   std::uint32_t* counts(std::uint32_t rank) {
     const std::uint64_t parity = a2a::mutant(a2a::kOneParity) ? 0 : (c->epoch & 1);
-    return reinterpret_cast<std::uint32_t*>(c->at(rank, counts_address + parity * a2a::align_up(counts_bytes(), a2a::kLine)));
+    return reinterpret_cast<std::uint32_t*>(
+        c->at(rank, counts_address + parity * a2a::align_up(counts_bytes(), a2a::kLine)));
   }
   template <class T>
   T* scratch(int which, std::size_t count) {
@@ -54,15 +55,15 @@ struct TokenRows {
 };
 
 // kOk, or kInvalid with the row that points nowhere in *bad.
-int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, const std::int32_t* row_token, TokenRows* out,
-               std::int64_t* bad);
+int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, const std::int32_t* row_token,
+               TokenRows* out, std::int64_t* bad);
 
 // Post {request, number of tokens, direct base} to every peer and wait for theirs. The lock is held.
 int exchange_tokens(a2a_moe& m, std::uint32_t request, std::uint32_t tokens, std::uint64_t direct_base);
 
 // One token row, or a tile of it, as it lies in a publication: elements, or e4m3 bytes followed by their scales.
 struct WireRow {
-  std::size_t stride;   // bytes from one token's to the next
+  std::size_t stride;  // bytes from one token's to the next
   Cut cut;
   std::size_t ids_at, weights_at, rows_at;
   WireRow(const a2a_moe& m, bool with_ids);
@@ -89,19 +90,22 @@ inline void copy_row(std::uint8_t* out, const std::uint8_t* in, std::size_t byte
 class Publication {
  public:
   Publication(Context& c, std::uint8_t* state) : c_(c), taken_(reinterpret_cast<std::uint32_t*>(state)) {
-    for (std::uint32_t p = 0; p < c.world; p++) taken_[p] = c.word(Geometry::kTaken, p, c.rank).load(std::memory_order_relaxed);
+    for (std::uint32_t p = 0; p < c.world; p++)
+      taken_[p] = c.word(Geometry::kTaken, p, c.rank).load(std::memory_order_relaxed);
     mine_ = c.published(c.rank).load(std::memory_order_relaxed);
   }
   bool has_space() const {
     if (mutant(kIgnoreReaders)) return true;
     for (std::uint32_t p = 0; p < c_.world; p++)
-      if (p != c_.rank && reached(mine_, c_.word(Geometry::kTaken, c_.rank, p).load(std::memory_order_acquire) + c_.geo.publish_slots))
+      if (p != c_.rank &&
+          reached(mine_, c_.word(Geometry::kTaken, c_.rank, p).load(std::memory_order_acquire) + c_.geo.publish_slots))
         return false;
     return true;
   }
   std::uint8_t* slot() { return c_.publication(c_.rank, mine_); }
   void publish() {
-    c_.published(c_.rank).store(++mine_, mutant(kRelaxedSignal) ? std::memory_order_relaxed : std::memory_order_seq_cst);
+    c_.published(c_.rank).store(++mine_,
+                                mutant(kRelaxedSignal) ? std::memory_order_relaxed : std::memory_order_seq_cst);
     for (std::uint32_t i = 1; i < c_.world; i++) {
       const std::uint32_t p = (c_.rank + i) % c_.world;
       if (c_.bell(p).sleeping.load(std::memory_order_seq_cst)) wake(c_.bell(p));

@@ -49,10 +49,12 @@ struct Combine {
   float* token_weight_grads;
 
   // The sum of this rank's rows of one token, columns [at, at + columns). False: it has none.
-  bool partial(std::uint32_t source, std::uint32_t token, std::uint32_t at, std::uint32_t columns, std::uint8_t* out) const {
+  bool partial(std::uint32_t source, std::uint32_t token, std::uint32_t at, std::uint32_t columns,
+               std::uint8_t* out) const {
     const std::int64_t i = index.first_token[source] + token;
     const std::int32_t from = index.start[i], to = index.start[i + 1];
-    for (std::int32_t r = to; r < index.start[i + 2] && !row_index; r++)  // the next token's rows are far away: ask for them now
+    for (std::int32_t r = to; r < index.start[i + 2] && !row_index;
+         r++)  // the next token's rows are far away: ask for them now
       prefetch(rows + std::size_t(index.rows[r]) * m.row_bytes() + at * m.element(), columns * m.element());
     if (from == to) return false;
     const void* in[32 * 2];
@@ -66,8 +68,8 @@ struct Combine {
         w[n++] = weights ? weights[index.rows[r]] : 0;
       }
     }
-    simd().weighted_sum(m.dtype, m.wire_combine ? std::uint32_t(kFloat32) : m.dtype, out, in, weights && !row_index ? w : nullptr, n,
-                        columns);
+    simd().weighted_sum(m.dtype, m.wire_combine ? std::uint32_t(kFloat32) : m.dtype, out, in,
+                        weights && !row_index ? w : nullptr, n, columns);
     return true;
   }
 
@@ -114,7 +116,8 @@ struct Combine {
         }
         const auto* head = reinterpret_cast<const std::uint32_t*>(slots[p]);
         const auto* tokens = reinterpret_cast<const std::uint32_t*>(slots[p] + layout.tokens_at);
-        if (cursor[p] < head[0] && tokens[cursor[p]] == t) in[terms++] = slots[p] + layout.rows_at + cursor[p]++ * layout.stride;
+        if (cursor[p] < head[0] && tokens[cursor[p]] == t)
+          in[terms++] = slots[p] + layout.rows_at + cursor[p]++ * layout.stride;
       }
       std::uint8_t* out = y + std::size_t(t0 + t) * m.row_bytes() + at * m.element();
       if (terms == 0)
@@ -140,8 +143,9 @@ struct Combine {
 };
 
 int run(a2a_moe& m, std::uint32_t request, const void* rows, std::int64_t num_rows, const float* weights,
-        const std::int32_t* row_rank, const std::int32_t* row_token, const std::int32_t* row_k, const std::int32_t* row_index,
-        const float* weight_grads, void* y, float* token_weight_grads, std::uint32_t tokens) {
+        const std::int32_t* row_rank, const std::int32_t* row_token, const std::int32_t* row_k,
+        const std::int32_t* row_index, const float* weight_grads, void* y, float* token_weight_grads,
+        std::uint32_t tokens) {
   Context& c = *m.c;
   const std::uint32_t P = c.world, me = c.rank;
   if (int rc = begin_op(c)) return rc;
@@ -150,16 +154,18 @@ int run(a2a_moe& m, std::uint32_t request, const void* rows, std::int64_t num_ro
   std::int64_t bad = 0;
   if (token_rows(m, num_rows, row_rank, row_token, &index, &bad)) {
     char message[kCauseBytes];
-    std::snprintf(message, sizeof message, "rank %u: routing row %lld names token %d of rank %d, which has %llu tokens in this call: "
-                  "combine was given the routing of another dispatch", me, (long long)bad, row_token[bad], row_rank[bad],
+    std::snprintf(message, sizeof message,
+                  "rank %u: routing row %lld names token %d of rank %d, which has %llu tokens in this call: "
+                  "combine was given the routing of another dispatch",
+                  me, (long long)bad, row_token[bad], row_rank[bad],
                   row_rank[bad] < std::int32_t(P) ? (unsigned long long)m.tokens[row_rank[bad]] : 0ull);
     fail(c, kMismatch, me, m.text, message);
     return kFailed;
   }
   const PartialLayout layout(m, weight_grads != nullptr);
   if (token_weight_grads) std::memset(token_weight_grads, 0, std::size_t(tokens) * m.top_k * 4);
-  const Combine k{m, layout, index, static_cast<const std::uint8_t*>(rows), weights, row_k, row_index, weight_grads,
-                  static_cast<std::uint8_t*>(y), token_weight_grads};
+  const Combine k{m,     layout,    index,        static_cast<const std::uint8_t*>(rows), weights,
+                  row_k, row_index, weight_grads, static_cast<std::uint8_t*>(y),          token_weight_grads};
   std::uint32_t* sent = m.scratch<std::uint32_t>(3, 2 * P);
   std::uint32_t* cursor = sent + P;
   std::memset(sent, 0, P * sizeof *sent);
@@ -200,7 +206,8 @@ int run(a2a_moe& m, std::uint32_t request, const void* rows, std::int64_t num_ro
       for (std::uint32_t p = 0; p < P; p++) ready = ready && (p == me || arrived(p));
       if (ready) {
         for (std::uint32_t p = 0; p < P; p++)
-          slots[p] = p == me ? nullptr : c.ring(me, p, c.word(Geometry::kConsumed, p, me).load(std::memory_order_relaxed));
+          slots[p] =
+              p == me ? nullptr : c.ring(me, p, c.word(Geometry::kConsumed, p, me).load(std::memory_order_relaxed));
         k.sum(summed++, slots, cursor, own);
         for (std::uint32_t i = 1; i < P; i++) {
           const std::uint32_t p = (me + i) % P;

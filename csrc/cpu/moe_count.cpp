@@ -36,8 +36,8 @@ int exchange_tokens(a2a_moe& m, std::uint32_t request, std::uint32_t tokens, std
   return kOk;
 }
 
-int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, const std::int32_t* row_token, TokenRows* out,
-               std::int64_t* bad) {
+int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, const std::int32_t* row_token,
+               TokenRows* out, std::int64_t* bad) {
   const std::uint32_t P = m.c->world;
   std::int64_t* first = m.scratch<std::int64_t>(0, P + 1);
   first[0] = 0;
@@ -63,7 +63,8 @@ int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, 
 WireRow::WireRow(const a2a_moe& m, bool with_ids) {
   const std::size_t beside = with_ids ? m.top_k * 8 : 0;
   const bool wired = m.wire != kNoWire;
-  cut = make_cut(m.hidden, m.c->geo.publish_bytes, 192, beside + (wired ? 64 : 0), wired ? 33 : m.element(), wired ? 32 : 1, 256);
+  cut = make_cut(m.hidden, m.c->geo.publish_bytes, 192, beside + (wired ? 64 : 0), wired ? 33 : m.element(),
+                 wired ? 32 : 1, 256);
   const std::size_t blocks = wired ? ceil_div(cut.tile_columns, wire_block(m.wire)) * scale_bytes(m.wire) : 0;
   stride = align_up(cut.tile_columns * (wired ? 1 : m.element()) + blocks, 64);
   ids_at = 64;
@@ -75,9 +76,9 @@ WireRow::WireRow(const a2a_moe& m, bool with_ids) {
 
 using namespace a2a;
 
-a2a_moe* a2a_moe_create(a2a_context* h, uint32_t experts, uint32_t top_k, uint32_t hidden, uint32_t max_tokens, uint32_t dtype,
-                        uint32_t alignment, uint32_t wire, uint32_t wire_combine, const int32_t* expert_to_rank,
-                        uint64_t counts_address) {
+a2a_moe* a2a_moe_create(a2a_context* h, uint32_t experts, uint32_t top_k, uint32_t hidden, uint32_t max_tokens,
+                        uint32_t dtype, uint32_t alignment, uint32_t wire, uint32_t wire_combine,
+                        const int32_t* expert_to_rank, uint64_t counts_address) {
   Context& c = *reinterpret_cast<Context*>(h);
   auto* m = static_cast<a2a_moe*>(std::calloc(1, sizeof(a2a_moe)));
   m->c = &c;
@@ -108,12 +109,17 @@ a2a_moe* a2a_moe_create(a2a_context* h, uint32_t experts, uint32_t top_k, uint32
 
 void a2a_moe_destroy(a2a_moe* m) {
   for (void* b : m->buffer) std::free(b);
-  std::free(m->owner), std::free(m->local), std::free(m->of_rank), std::free(m->first), std::free(m->next), std::free(m->remote);
+  std::free(m->owner), std::free(m->local), std::free(m->of_rank), std::free(m->first), std::free(m->next),
+      std::free(m->remote);
   std::free(m->tokens), std::free(m->direct);
   std::free(m);
 }
 
-void a2a_moe_abort(a2a_moe* m) { unlock(*m->c); }
+// The peers are in the middle of the dispatch and would take the units of this rank's next one for those that they miss.
+void a2a_moe_abort(a2a_moe* m) {
+  fail(*m->c, kRefused, m->c->rank, m->text, "it gave up a dispatch after the counts had been exchanged");
+  unlock(*m->c);
+}
 
 namespace {
 

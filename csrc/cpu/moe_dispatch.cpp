@@ -26,12 +26,12 @@ struct Dispatch {
   const a2a_moe_rows& out;
   const WireRow wire;
   bool stream;
-  std::uint32_t* done;         // [world] units taken from each source
-  std::int64_t* position;      // [world][tokens_per_unit * top_k] rows of a source's running unit
+  std::uint32_t* done;            // [world] units taken from each source
+  std::int64_t* position;         // [world][tokens_per_unit * top_k] rows of a source's running unit
   std::int64_t* remote_position;  // [tokens_per_unit * top_k] rows of this rank's running unit elsewhere (direct)
-  std::int32_t* compact_at;    // [world] next distinct token of each source
-  std::int64_t* compact_row;   // [world][tokens_per_unit]
-  bool direct;                 // peers store this rank's rows
+  std::int32_t* compact_at;       // [world] next distinct token of each source
+  std::int64_t* compact_row;      // [world][tokens_per_unit]
+  bool direct;                    // peers store this rank's rows
   std::int32_t overflow = 0;
 
   std::size_t unit_ids() const { return std::size_t(wire.cut.tokens_per_unit) * m.top_k; }
@@ -47,7 +47,8 @@ struct Dispatch {
       std::memcpy(static_cast<std::uint8_t*>(out.scales) + (std::size_t(row) * blocks + at / block) * sb, in + columns,
                   ceil_div(columns, block) * sb);
     } else {
-      simd().dequantize(m.dtype, m.wire, rows + std::size_t(row) * m.row_bytes() + at * m.element(), in, in + columns, columns);
+      simd().dequantize(m.dtype, m.wire, rows + std::size_t(row) * m.row_bytes() + at * m.element(), in, in + columns,
+                        columns);
     }
   }
 
@@ -111,8 +112,8 @@ void copy_ids(std::int32_t* out, const Id* ids, std::size_t n) {
 
 using namespace a2a;
 
-int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* x_scales, const void* ids, int ids_bytes,
-                     const void* weights, uint32_t tokens, const a2a_moe_rows* rows) {
+int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* x_scales, const void* ids,
+                     int ids_bytes, const void* weights, uint32_t tokens, const a2a_moe_rows* rows) {
   a2a_moe& m = *moe;
   Context& c = *m.c;
   (void)request;
@@ -120,8 +121,16 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
   const WireRow wire(m, true);
   const bool quantized_x = x_scales != nullptr;
   const std::size_t ids_n = std::size_t(wire.cut.tokens_per_unit) * K;
-  Dispatch d{m, *rows, wire, false, m.scratch<std::uint32_t>(3, P), m.scratch<std::int64_t>(4, (P + 1) * ids_n + P * wire.cut.tokens_per_unit),
-             nullptr, nullptr, nullptr, rows->direct != 0};
+  Dispatch d{m,
+             *rows,
+             wire,
+             false,
+             m.scratch<std::uint32_t>(3, P),
+             m.scratch<std::int64_t>(4, (P + 1) * ids_n + P * wire.cut.tokens_per_unit),
+             nullptr,
+             nullptr,
+             nullptr,
+             rows->direct != 0};
   std::memset(d.done, 0, P * sizeof *d.done);
   d.remote_position = d.position + P * ids_n;
   d.compact_row = d.remote_position + ids_n;
@@ -147,14 +156,17 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
     if (!rows->compact) {
       const std::int64_t from = row + count < used ? row + count : used, to = end < used ? end : used;
       const std::size_t bytes = rows->rows_wire ? m.hidden : m.row_bytes();
-      std::memset(static_cast<std::uint8_t*>(rows->rows) + std::size_t(from) * bytes, 0, std::size_t(to - from) * bytes);
+      std::memset(static_cast<std::uint8_t*>(rows->rows) + std::size_t(from) * bytes, 0,
+                  std::size_t(to - from) * bytes);
       if (rows->rows_wire) {
         const std::size_t blocks = ceil_div(m.hidden, wire_block(m.wire));
         auto* scales = static_cast<std::uint8_t*>(rows->scales) + std::size_t(from) * blocks * scale_bytes(m.wire);
         for (std::size_t b = 0; b < std::size_t(to - from) * blocks; b++) {  // scale 1, as for any block of zeros
           const float one = 1.0f;
-          if (m.wire == kFp8) std::memcpy(scales + b * 4, &one, 4);
-          else scales[b] = 127;
+          if (m.wire == kFp8)
+            std::memcpy(scales + b * 4, &one, 4);
+          else
+            scales[b] = 127;
         }
       }
     }
@@ -175,9 +187,11 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
   Wait wait(c, m.text, true);
   auto units_of = [&](std::uint32_t s) { return std::uint32_t(wire.cut.units(std::size_t(m.tokens[s]))); };
   auto missing = [&](std::uint32_t p) {
-    return p != me && (d.done[p] < units_of(p) ||
-                       (published < my_units && reached(c.published(me).load(std::memory_order_relaxed),
-                                                        c.word(Geometry::kTaken, me, p).load(std::memory_order_relaxed) + c.geo.publish_slots)));
+    return p != me &&
+           (d.done[p] < units_of(p) ||
+            (published < my_units &&
+             reached(c.published(me).load(std::memory_order_relaxed),
+                     c.word(Geometry::kTaken, me, p).load(std::memory_order_relaxed) + c.geo.publish_slots)));
   };
 
   auto publish = [&]() {
@@ -205,10 +219,12 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
       } else if (quantized_x) {
         const std::size_t block = wire_block(m.wire), sb = scale_bytes(m.wire), blocks = ceil_div(m.hidden, block);
         std::memcpy(to, x_rows + std::size_t(t0 + t) * m.hidden + at, columns);
-        std::memcpy(to + columns, static_cast<const std::uint8_t*>(x_scales) + (std::size_t(t0 + t) * blocks + at / block) * sb,
+        std::memcpy(to + columns,
+                    static_cast<const std::uint8_t*>(x_scales) + (std::size_t(t0 + t) * blocks + at / block) * sb,
                     ceil_div(columns, block) * sb);
       } else {
-        simd().quantize(m.dtype, m.wire, to, to + columns, x_rows + std::size_t(t0 + t) * m.row_bytes() + at * m.element(), columns);
+        simd().quantize(m.dtype, m.wire, to, to + columns,
+                        x_rows + std::size_t(t0 + t) * m.row_bytes() + at * m.element(), columns);
       }
     }
     if (direct_peer) {
@@ -218,18 +234,21 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
         for (std::uint32_t k = 0; k < K; k++) {
           std::int64_t& to = d.remote_position[t * K + k];
           if (tile == 0) {
-            const std::int32_t id = ids_bytes == 4 ? static_cast<const std::int32_t*>(ids)[std::size_t(t0 + t) * K + k]
-                                                   : std::int32_t(static_cast<const std::int64_t*>(ids)[std::size_t(t0 + t) * K + k]);
+            const std::int32_t id =
+                ids_bytes == 4 ? static_cast<const std::int32_t*>(ids)[std::size_t(t0 + t) * K + k]
+                               : std::int32_t(static_cast<const std::int64_t*>(ids)[std::size_t(t0 + t) * K + k]);
             to = -1;
             if (id < 0 || m.owner[id] == std::int32_t(me) || !m.direct[m.owner[id]]) continue;
             to = m.remote[id]++;
             if (rows->limit >= 0 && to >= rows->limit) to = -1;
           }
           if (to < 0) continue;
-          const std::int32_t id = ids_bytes == 4 ? static_cast<const std::int32_t*>(ids)[std::size_t(t0 + t) * K + k]
-                                                 : std::int32_t(static_cast<const std::int64_t*>(ids)[std::size_t(t0 + t) * K + k]);
+          const std::int32_t id =
+              ids_bytes == 4 ? static_cast<const std::int32_t*>(ids)[std::size_t(t0 + t) * K + k]
+                             : std::int32_t(static_cast<const std::int64_t*>(ids)[std::size_t(t0 + t) * K + k]);
           const std::uint32_t p = std::uint32_t(m.owner[id]);
-          copy_row(c.at(p, m.direct[p]) + std::size_t(to) * m.row_bytes() + at * m.element(), in, columns * m.element(), stream);
+          copy_row(c.at(p, m.direct[p]) + std::size_t(to) * m.row_bytes() + at * m.element(), in, columns * m.element(),
+                   stream);
         }
       }
       if (stream) simd().fence();

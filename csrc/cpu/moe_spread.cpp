@@ -15,7 +15,8 @@ namespace a2a {
 namespace {
 
 int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, const void* rows, std::int64_t num_rows,
-        const float* weights, const std::int32_t* row_rank, const std::int32_t* row_token, void* grad_rows, float* weight_grads) {
+        const float* weights, const std::int32_t* row_rank, const std::int32_t* row_token, void* grad_rows,
+        float* weight_grads) {
   Context& c = *m.c;
   const std::uint32_t P = c.world, me = c.rank;
   if (int rc = begin_op(c)) return rc;
@@ -46,9 +47,11 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
   std::uint32_t published = 0;
   auto units_of = [&](std::uint32_t s) { return std::uint32_t(wire.cut.units(std::size_t(m.tokens[s]))); };
   auto missing = [&](std::uint32_t p) {
-    return p != me && (done[p] < units_of(p) ||
-                       (published < my_units && reached(c.published(me).load(std::memory_order_relaxed),
-                                                        c.word(Geometry::kTaken, me, p).load(std::memory_order_relaxed) + c.geo.publish_slots)));
+    return p != me &&
+           (done[p] < units_of(p) ||
+            (published < my_units &&
+             reached(c.published(me).load(std::memory_order_relaxed),
+                     c.word(Geometry::kTaken, me, p).load(std::memory_order_relaxed) + c.geo.publish_slots)));
   };
   auto consume = [&](std::uint32_t source, std::uint32_t unit, const std::uint8_t* slot, const std::uint8_t* raw) {
     const std::uint32_t tile = unit % wire.cut.tiles, t0 = unit / wire.cut.tiles * wire.cut.tokens_per_unit;
@@ -58,9 +61,11 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
     for (std::uint32_t t = 0; t < n; t++) {
       const std::int64_t i = index.first_token[source] + t0 + t;
       for (std::int32_t r = index.start[i + 1]; weight_grads && t + 1 < n && r < index.start[i + 2]; r++)
-        prefetch(static_cast<const std::uint8_t*>(rows) + std::size_t(index.rows[r]) * row_bytes + at * element, columns * element);
+        prefetch(static_cast<const std::uint8_t*>(rows) + std::size_t(index.rows[r]) * row_bytes + at * element,
+                 columns * element);
       if (index.start[i] == index.start[i + 1]) continue;
-      const std::uint8_t* in = raw ? raw + std::size_t(t0 + t) * row_bytes + at * element : slot + wire.rows_at + t * wire.stride;
+      const std::uint8_t* in =
+          raw ? raw + std::size_t(t0 + t) * row_bytes + at * element : slot + wire.rows_at + t * wire.stride;
       if (!raw && m.wire != kNoWire) {
         simd().dequantize(m.dtype, m.wire, dequantized, in, in + columns, columns);
         in = dequantized;
@@ -68,7 +73,8 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
       for (std::int32_t r = index.start[i]; r < index.start[i + 1]; r++) {
         const std::size_t row = std::size_t(index.rows[r]);
         const std::size_t which = std::size_t(r - index.start[i]);
-        float* lane = weight_grads ? lanes + (wire.cut.tiles > 1 ? (source * most_rows + which % most_rows) * 256 : 0) : nullptr;
+        float* lane =
+            weight_grads ? lanes + (wire.cut.tiles > 1 ? (source * most_rows + which % most_rows) * 256 : 0) : nullptr;
         simd().scale_dot(m.dtype, out + row * row_bytes + at * element, in,
                          rows ? static_cast<const std::uint8_t*>(rows) + row * row_bytes + at * element : nullptr,
                          weights ? weights[row] : 1.0f, lane, tile == 0, columns, stream);
@@ -81,7 +87,8 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
     if (published < my_units) {
       left = true;
       if (ring.has_space()) {
-        const std::uint32_t tile = published % wire.cut.tiles, t0 = published / wire.cut.tiles * wire.cut.tokens_per_unit;
+        const std::uint32_t tile = published % wire.cut.tiles,
+                            t0 = published / wire.cut.tiles * wire.cut.tokens_per_unit;
         const std::uint32_t n = tokens - t0 < wire.cut.tokens_per_unit ? tokens - t0 : wire.cut.tokens_per_unit;
         const std::uint32_t at = tile * wire.cut.tile_columns, columns = wire.columns(m, tile);
         std::uint8_t* slot = ring.slot();
@@ -125,9 +132,11 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
 }  // namespace a2a
 
 int a2a_moe_spread(a2a_moe* m, uint32_t request, const void* g, uint32_t tokens, const void* rows, int64_t num_rows,
-                   const float* weights, const int32_t* row_rank, const int32_t* row_token, void* grad_rows, float* weight_grads) {
+                   const float* weights, const int32_t* row_rank, const int32_t* row_token, void* grad_rows,
+                   float* weight_grads) {
   a2a::lock(*m->c, true);
-  const int rc = a2a::run(*m, request, g, tokens, rows, num_rows, weights, row_rank, row_token, grad_rows, weight_grads);
+  const int rc =
+      a2a::run(*m, request, g, tokens, rows, num_rows, weights, row_rank, row_token, grad_rows, weight_grads);
   a2a::unlock(*m->c);
   return rc;
 }

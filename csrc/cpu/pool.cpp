@@ -3,25 +3,43 @@
 // A tensor is made from a DLPack capsule whose deleter is C code here: it runs on whichever thread drops the last reference,
 // needs no interpreter, and only marks the block free on this rank. The mapping outlives the communicator as long as a
 // tensor needs it. In a forked child the deleter does nothing: children own nothing.
-#include <cstdlib>
-#include <cstring>
-#include <new>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#include <cstdlib>
+#include <cstring>
+#include <new>
 
-#include "a2a.h"
 #include "../common/layout.h"
+#include "a2a.h"
 
 namespace {
 
 // The fixed part of the DLPack ABI (dlpack.h, version 0.x "DLManagedTensor").
-struct DLDevice { int32_t type, id; };
-struct DLDataType { uint8_t code, bits; uint16_t lanes; };
-struct DLTensor { void* data; DLDevice device; int32_t ndim; DLDataType dtype; int64_t *shape, *strides; uint64_t byte_offset; };
-struct DLManagedTensor { DLTensor tensor; void* context; void (*deleter)(DLManagedTensor*); };
+struct DLDevice {
+  int32_t type, id;
+};
+struct DLDataType {
+  uint8_t code, bits;
+  uint16_t lanes;
+};
+struct DLTensor {
+  void* data;
+  DLDevice device;
+  int32_t ndim;
+  DLDataType dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
 
-struct Block { std::size_t at, bytes; };
+struct Block {
+  std::size_t at, bytes;
+};
 
 }  // namespace
 
@@ -122,7 +140,8 @@ void* a2a_pool_take_at(a2a_pool* p, size_t offset, size_t bytes) {
   pthread_mutex_lock(&p->mutex);
   std::size_t i = 0;
   while (i < p->count && p->blocks[i].at < offset) i++;
-  const bool fits = offset + bytes <= p->mine_bytes && (i == 0 || p->blocks[i - 1].at + p->blocks[i - 1].bytes <= offset) &&
+  const bool fits = offset + bytes <= p->mine_bytes &&
+                    (i == 0 || p->blocks[i - 1].at + p->blocks[i - 1].bytes <= offset) &&
                     (i == p->count || offset + bytes <= p->blocks[i].at);
   if (fits) insert(p, i, {offset, bytes});
   pthread_mutex_unlock(&p->mutex);

@@ -3,13 +3,13 @@
 // The thread starts with the first asynchronous call and sleeps on a condition variable when there is nothing to do.
 #include "queue.h"
 
+#include <pthread.h>
+#include <time.h>
+#include <unistd.h>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <pthread.h>
-#include <time.h>
-#include <unistd.h>
 
 #include "a2a.h"
 #include "compat.h"
@@ -18,10 +18,10 @@ struct a2a_ticket {
   a2a_ticket* next;
   a2a::Context* context;
   a2a::Request request;
-  std::uint32_t peer;     // whose refusal, after kPeerRefused
-  int result;             // guarded by the queue's mutex
-  int references;         // the queue and the caller; guarded too
-  char* refusal;          // not null: this rank refused the call
+  std::uint32_t peer;  // whose refusal, after kPeerRefused
+  int result;          // guarded by the queue's mutex
+  int references;      // the queue and the caller; guarded too
+  char* refusal;       // not null: this rank refused the call
   a2a::Pair* pairs;
 };
 
@@ -30,7 +30,7 @@ namespace a2a {
 struct Queue {
   pthread_mutex_t mutex;  // guards all below
   pthread_cond_t changed;
-  pthread_mutex_t op;     // held while an op runs, and between the two halves of a dispatch
+  pthread_mutex_t op;  // held while an op runs, and between the two halves of a dispatch
   a2a_ticket *first = nullptr, *last = nullptr;
   bool running = false, started = false, stop = false;
   pthread_t thread;
@@ -165,7 +165,8 @@ a2a_ticket* a2a_submit(a2a_context* h, uint32_t request, void* const* out, const
   t->request = c.requests[request % kTexts];
   t->pairs = static_cast<Pair*>(std::malloc(c.world * sizeof(Pair)));
   for (std::uint32_t p = 0; p < c.world; p++)
-    t->pairs[p] = {static_cast<const std::uint8_t*>(in[p]), static_cast<std::uint8_t*>(out[p]), send_bytes[p], recv_bytes[p]};
+    t->pairs[p] = {static_cast<const std::uint8_t*>(in[p]), static_cast<std::uint8_t*>(out[p]), send_bytes[p],
+                   recv_bytes[p]};
   return submit(c, t);
 }
 

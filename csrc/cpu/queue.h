@@ -5,8 +5,8 @@
 namespace a2a {
 
 Queue* queue_create();
-void queue_stop(Context& c);                // finishes or fails what is queued, joins the thread
-void queue_free(Queue* q, bool owner);      // owner: false in a forked child, whose thread is not there
+void queue_stop(Context& c);            // finishes or fails what is queued, joins the thread
+void queue_free(Queue* q, bool owner);  // owner: false in a forked child, whose thread is not there
 
 // What one peer exchanges with this rank in an all-to-all.
 struct Pair {

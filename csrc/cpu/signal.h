@@ -20,16 +20,35 @@
 
 namespace a2a {
 
-enum Mutant { kNoMutant = 0, kRelaxedSignal = 1, kIgnoreRingSpace = 2, kSkipPushDone = 3, kSkipEntry = 4, kSkipPullDone = 5,
-              kEarlySignal = 6, kOneParity = 7, kNoDoorbell = 8, kIgnoreReaders = 9 };
+enum Mutant {
+  kNoMutant = 0,
+  kRelaxedSignal = 1,
+  kIgnoreRingSpace = 2,
+  kSkipPushDone = 3,
+  kSkipEntry = 4,
+  kSkipPullDone = 5,
+  kEarlySignal = 6,
+  kOneParity = 7,
+  kNoDoorbell = 8,
+  kIgnoreReaders = 9
+};
 constexpr bool mutant(int which) { return A2A_MUTANT == which; }
 
-enum Cause : std::uint32_t { kFine = 0, kTimeout = 1, kDied = 2, kClosed = 3, kMismatch = 4, kSplits = 5, kOverflow = 6,
-                             kInterrupted = 7, kRefused = 8 };
+enum Cause : std::uint32_t {
+  kFine = 0,
+  kTimeout = 1,
+  kDied = 2,
+  kClosed = 3,
+  kMismatch = 4,
+  kSplits = 5,
+  kOverflow = 6,
+  kInterrupted = 7,
+  kRefused = 8
+};
 enum Result : int { kOk = 0, kFailed = 1, kPeerRefused = 2, kForked = 3, kNotOpen = 4, kPending = 5, kInvalid = 6 };
 
-constexpr std::uint64_t kPoison = ~0ull;   // digest of an entry whose rank refused its own call
-constexpr std::uint32_t kTexts = 256;      // request descriptions kept per rank
+constexpr std::uint64_t kPoison = ~0ull;  // digest of an entry whose rank refused its own call
+constexpr std::uint32_t kTexts = 256;     // request descriptions kept per rank
 constexpr std::size_t kTextBytes = 192;
 constexpr std::size_t kCauseBytes = 1024;
 
@@ -46,10 +65,11 @@ struct alignas(kLine) Doorbell {  // written by the others, slept on by its rank
 // the pair needs to choose its side of the protocol. Two of them, by parity of the epoch: a rank posts epoch e + 2 only
 // after it has seen every peer's entry e + 1, which each peer posts after it is done with the entries e.
 struct alignas(kLine) Entry {
-  std::uint64_t digest;       // of op, dtype, row size: equal on all ranks, or MismatchError
-  std::uint64_t send_bytes;   // what this rank sends to that peer (MoE: its number of tokens)
-  std::uint64_t recv_bytes;   // what it expects from that peer
-  std::uint64_t in_address;   // symmetric address of what it sends; or, where peers may read this process, its plain address; or 0
+  std::uint64_t digest;      // of op, dtype, row size: equal on all ranks, or MismatchError
+  std::uint64_t send_bytes;  // what this rank sends to that peer (MoE: its number of tokens)
+  std::uint64_t recv_bytes;  // what it expects from that peer
+  std::uint64_t
+      in_address;  // symmetric address of what it sends; or, where peers may read this process, its plain address; or 0
   std::uint64_t out_address;  // symmetric address of where that peer may store, 0 if in ordinary memory
   std::uint64_t row_bytes;    // of dimension 0, 0 where rows mean nothing; two that are not 0 must agree
   std::uint32_t text;         // which of the rank's request descriptions
@@ -77,9 +97,9 @@ constexpr std::uint64_t pack_failure(Cause cause, std::uint32_t by, std::uint32_
 struct Geometry {
   std::uint32_t world;
   std::uint32_t ring_slots = 4;
-  std::size_t eager_bytes, slot_bytes;         // per ordered pair
+  std::size_t eager_bytes, slot_bytes;  // per ordered pair
   std::uint32_t publish_slots = 4;
-  std::size_t publish_bytes;                   // per rank
+  std::size_t publish_bytes;  // per rank
   std::size_t states, bells, entries, words, texts, causes, eager, rings, published, total;
 
   enum Kind { kProduced, kConsumed, kPushDone, kPullDone, kTaken, kKinds };  // words of an ordered pair
@@ -90,7 +110,11 @@ struct Geometry {
     eager_bytes = align_up(slot_bytes / 8 < 16384 ? slot_bytes / 8 : 16384, kLine);
     publish_bytes = align_up(slot_bytes * 2, kPage);
     std::size_t at = align_up(sizeof(Header), kPage);
-    auto take = [&at](std::size_t bytes) { std::size_t here = at; at = align_up(at + bytes, kPage); return here; };
+    auto take = [&at](std::size_t bytes) {
+      std::size_t here = at;
+      at = align_up(at + bytes, kPage);
+      return here;
+    };
     states = take(P * sizeof(RankState));
     bells = take(P * sizeof(Doorbell));
     entries = take(P * P * 2 * sizeof(Entry));
@@ -110,7 +134,7 @@ struct PeerStats {
 
 constexpr std::uint32_t kMaxSegments = 1024;
 struct Segment {
-  std::uint8_t* base;    // rank 0's part; rank r's is at base + r * stride
+  std::uint8_t* base;  // rank 0's part; rank r's is at base + r * stride
   std::size_t stride;
 };
 
@@ -127,27 +151,28 @@ struct Context {
   int pid;
   Geometry geo;
   std::uint8_t* base;
-  std::size_t mapped;             // bytes to unmap, 0 where the memory is the caller's
+  std::size_t mapped;  // bytes to unmap, 0 where the memory is the caller's
   std::uint32_t epoch = 0;
-  bool unconfirmed = false;       // the last op was refused here without waiting for the peers
+  bool unconfirmed = false;  // the last op was refused here without waiting for the peers
   std::uint32_t cores = 1;
   std::uint64_t spin_ns = 0, timeout_ns = 0;
-  std::size_t stream_bytes = 0;   // copies of ops larger than this bypass the cache
-  int* pidfds = nullptr;          // one a peer, -1 unknown
-  int* pids = nullptr;            // one a peer, as this process sees it; null unless every rank may read every other's memory
-  int (*interrupted)() = nullptr; // asks the host language whether a signal wants the call to end
+  std::size_t stream_bytes = 0;  // copies of ops larger than this bypass the cache
+  int* pidfds = nullptr;         // one a peer, -1 unknown
+  int* pids = nullptr;  // one a peer, as this process sees it; null unless every rank may read every other's memory
+  int (*interrupted)() = nullptr;  // asks the host language whether a signal wants the call to end
   PeerStats* stats = nullptr;
-  Request* requests = nullptr;        // the last kTexts that were registered
+  Request* requests = nullptr;  // the last kTexts that were registered
   std::uint32_t num_requests = 0;
-  std::uint32_t last_peer = 0;        // whose refusal the last kPeerRefused was about
+  std::uint32_t last_peer = 0;  // whose refusal the last kPeerRefused was about
   std::uint32_t last_text = 0;
   std::uint64_t ops = 0, bytes_pushed = 0, bytes_pulled = 0, bytes_staged = 0, bytes_eager = 0, bytes_read = 0;
   Segment segments[kMaxSegments];
   std::atomic<std::uint32_t> num_segments;
-  std::uint8_t* scratch = nullptr;    // per-peer state of the running op
+  std::uint8_t* scratch = nullptr;  // per-peer state of the running op
   Queue* queue = nullptr;
 
-  Context(std::uint32_t r, std::uint32_t w, std::size_t staging) : rank(r), world(w), geo(w, staging), num_segments(0) {}
+  Context(std::uint32_t r, std::uint32_t w, std::size_t staging)
+      : rank(r), world(w), geo(w, staging), num_segments(0) {}
 
   Header& header() { return *reinterpret_cast<Header*>(base); }
   RankState& state(std::uint32_t r) { return reinterpret_cast<RankState*>(base + geo.states)[r]; }
@@ -231,7 +256,7 @@ class Wait {
 
  private:
   int idle_(const void* f, bool (*missing)(const void*, std::uint32_t));
-  int failed();
+  bool failed();
   int look(const void* f, bool (*missing)(const void*, std::uint32_t), std::uint64_t now);
 
   Context& c_;

@@ -270,7 +270,8 @@ struct F16 {
   static void load(float* f, const u16* x, std::size_t n) {
     std::size_t i = 0;
 #if A2A_LEVEL >= 2
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(f + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+    for (; i + 8 <= n; i += 8)
+      _mm256_storeu_ps(f + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
 #endif
     for (; i < n; i++) f[i] = get(x[i]);
   }
@@ -278,7 +279,8 @@ struct F16 {
     std::size_t i = 0;
 #if A2A_LEVEL >= 2
     for (; i + 8 <= n; i += 8)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(x + i), _mm256_cvtps_ph(_mm256_loadu_ps(f + i), _MM_FROUND_TO_NEAREST_INT));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(x + i),
+                       _mm256_cvtps_ph(_mm256_loadu_ps(f + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
     for (; i < n; i++) x[i] = put(f[i]);
   }
@@ -359,7 +361,8 @@ void mixed(void* out, const void* const* in, const float* w, std::size_t n, std:
   many<In, Out, false>(out, in, w, n, columns);
 }
 
-void weighted_sum(u32 in_dtype, u32 out_dtype, void* out, const void* const* in, const float* w, std::size_t n, std::size_t columns) {
+void weighted_sum(u32 in_dtype, u32 out_dtype, void* out, const void* const* in, const float* w, std::size_t n,
+                  std::size_t columns) {
   if (in_dtype == kFloat32 && out_dtype == kFloat32) return same_type<F32>(out, in, w, n, columns);
   if (in_dtype == kBfloat16 && out_dtype == kBfloat16) return same_type<Bf16>(out, in, w, n, columns);
   if (in_dtype == kFloat16 && out_dtype == kFloat16) return same_type<F16>(out, in, w, n, columns);
@@ -381,7 +384,8 @@ std::size_t lane_of(std::size_t c) {
 }
 
 template <class T, bool Dot>
-void scale_dot_of(void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns, bool past_cache) {
+void scale_dot_of(void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns,
+                  bool past_cache) {
   typedef typename T::type type;
   auto* __restrict o = static_cast<type*>(out);
   const auto* __restrict x = static_cast<const type*>(g);
@@ -419,13 +423,14 @@ void scale_dot_of(void* out, const void* g, const void* rows, float w, float* la
 }
 
 template <class T>
-void scale_dot_to(void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns, bool past_cache) {
+void scale_dot_to(void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns,
+                  bool past_cache) {
   if (lanes) return scale_dot_of<T, true>(out, g, rows, w, lanes, first, columns, past_cache);
   scale_dot_of<T, false>(out, g, g, w, nullptr, first, columns, past_cache);
 }
 
-void scale_dot(u32 dtype, void* out, const void* g, const void* rows, float w, float* lanes, bool first, std::size_t columns,
-               bool past_cache) {
+void scale_dot(u32 dtype, void* out, const void* g, const void* rows, float w, float* lanes, bool first,
+               std::size_t columns, bool past_cache) {
   if (dtype == kFloat32) return scale_dot_to<F32>(out, g, rows, w, lanes, first, columns, past_cache);
   if (dtype == kBfloat16) return scale_dot_to<Bf16>(out, g, rows, w, lanes, first, columns, past_cache);
   scale_dot_to<F16>(out, g, rows, w, lanes, first, columns, past_cache);
@@ -556,7 +561,8 @@ void dequantize(u32 dtype, u32 wire, void* x, const u8* q, const u8* scales, std
 #define A2A_TABLE kSimdPlain
 #endif
 
-const Simd A2A_TABLE = {A2A_STR(A2A_ISA),       A2A_ISA::copy_stream, A2A_ISA::copy_fetch, A2A_ISA::copy_row_stream, A2A_ISA::fence, A2A_ISA::weighted_sum,
-                        A2A_ISA::scale_dot, A2A_ISA::fold, A2A_ISA::quantize,    A2A_ISA::dequantize};
+const Simd A2A_TABLE = {A2A_STR(A2A_ISA),  A2A_ISA::copy_stream,  A2A_ISA::copy_fetch, A2A_ISA::copy_row_stream,
+                        A2A_ISA::fence,    A2A_ISA::weighted_sum, A2A_ISA::scale_dot,  A2A_ISA::fold,
+                        A2A_ISA::quantize, A2A_ISA::dequantize};
 
 }  // namespace a2a

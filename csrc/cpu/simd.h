@@ -22,8 +22,8 @@ struct Simd {
   void (*fence)();
   // out = round(w[0] * in[0] + w[1] * in[1] + ...): float32, each product rounded, then added, from the first term.
   // weights null: plain sum. in and out are of the given dtypes.
-  void (*weighted_sum)(std::uint32_t in_dtype, std::uint32_t out_dtype, void* out, const void* const* in, const float* weights,
-                       std::size_t n, std::size_t columns);
+  void (*weighted_sum)(std::uint32_t in_dtype, std::uint32_t out_dtype, void* out, const void* const* in,
+                       const float* weights, std::size_t n, std::size_t columns);
   // Past the cache, a fence() is owed before the signal. out = round(w * g); lanes[c % 256] += rows[c] * g[c] in order, starting from the first product when `first`.
   void (*scale_dot)(std::uint32_t dtype, void* out, const void* g, const void* rows, float w, float* lanes, bool first,
                     std::size_t columns, bool past_cache);
@@ -31,8 +31,8 @@ struct Simd {
   float (*fold)(std::uint32_t dtype, const float* lanes);
   void (*quantize)(std::uint32_t dtype, std::uint32_t wire, std::uint8_t* q, std::uint8_t* scales, const void* x,
                    std::size_t columns);
-  void (*dequantize)(std::uint32_t dtype, std::uint32_t wire, void* x, const std::uint8_t* q, const std::uint8_t* scales,
-                     std::size_t columns);
+  void (*dequantize)(std::uint32_t dtype, std::uint32_t wire, void* x, const std::uint8_t* q,
+                     const std::uint8_t* scales, std::size_t columns);
 };
 
 const Simd& simd();

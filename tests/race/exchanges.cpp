@@ -62,7 +62,7 @@ std::uint8_t* Exchanges::place(std::uint64_t bytes, bool receives) {
   bool symmetric = r_.own.one_in(2);
   if (way_ == Way::kPush) symmetric = receives || symmetric;
   if (way_ == Way::kPull) symmetric = !receives;
-  if (way_ == Way::kStaged) symmetric = false;
+  if (way_ == Way::kRead || way_ == Way::kStaged) symmetric = false;
   Arena& arena = !symmetric ? r_.ordinary : r_.own.one_in(2) ? r_.symmetric : r_.other_symmetric;
   return arena.take(bytes);
 }
@@ -144,7 +144,8 @@ int Exchanges::even(const Exchange& x) {
   if (!out) return a2a_all_to_all(r_.c, request_, x.out.data(), x.received.data(), x.in.data(), x.sent.data());
   for (std::uint32_t p = 0; p < r_.ranks; p++)
     if (each) std::memcpy(in + p * each, x.in[p], each);
-  const int result = a2a_all_to_all_even(r_.c, request_, out, in, each);
+  const a2a_even again = {r_.c, request_, each};
+  const int result = r_.own.one_in(2) ? a2a_all_to_all_again(&again, out, in) : a2a_all_to_all_even(r_.c, request_, out, in, each);
   for (std::uint32_t p = 0; p < r_.ranks; p++)
     if (each) std::memcpy(x.out[p], out + p * each, each);
   if (all) std::memset(in, 0xdd, all);

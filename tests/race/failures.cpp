@@ -236,7 +236,7 @@ thread_local bool interrupt_me = false;
 void giving_up(std::uint64_t seed) {
   const std::uint32_t ranks = ranks_of(seed), who = std::uint32_t(mix(seed, 1) % ranks);
   for (int how = 0; how < 3; how++) {
-    World world(mix(seed, how), ranks, how == 1 ? Sleep::kSlices : Sleep::kUntilRung, [] { return int(interrupt_me); });
+    World world(mix(seed, how), ranks, how == 1 ? Sleep::kSlices : Sleep::kUntilRung, false, [] { return int(interrupt_me); });
     world.run([&](Rank& r) {
       Calls calls(r);
       good_calls(r, calls);

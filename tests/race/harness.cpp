@@ -87,7 +87,7 @@ void Rank::expect(const char* what, std::int64_t got, std::int64_t wanted) const
         (long long)wanted, unsigned(f >> 48), unsigned(f >> 32 & 0xffff), unsigned(f >> 16 & 0xffff));
 }
 
-World::World(std::uint64_t s, std::uint32_t ranks, Sleep sleep, int (*interrupted)())
+World::World(std::uint64_t s, std::uint32_t ranks, Sleep sleep, bool reads, int (*interrupted)())
     : seed(s),
       staging((mix(s, 11) % 2 ? 16 : 32) << 10),
       geo(ranks, staging),
@@ -103,6 +103,7 @@ World::World(std::uint64_t s, std::uint32_t ranks, Sleep sleep, int (*interrupte
     if (!c) wrong("rank %u can't attach", r);
     for (const Pages& segment : segments_)
       if (a2a_add_segment(c, segment.data, kStride) != &segment - segments_) wrong("a2a_add_segment gave another index");
+    if (reads) a2a_enable_reads(c, std::vector<int>(ranks, getpid()).data());
     auto arena = [r](const Pages& pages) { return Arena(pages.data + r * kStride, kStride); };
     ranks_.emplace_back(new Rank{*this, c, r, ranks, {mix(s, 14)}, {mix(s, 15, r + 1)}, arena(segments_[0]),
                                  arena(segments_[1]), arena(ordinary_)});

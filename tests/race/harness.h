@@ -101,10 +101,11 @@ enum class Sleep { kUntilRung, kSlices };
 // As if `count` collectives had run that left nothing but their entries; even. While no rank runs. (context.cpp has no such thing.)
 void skip_epochs(a2a_context* context, std::uint32_t count);
 
-// Formatted memory, and one context a rank. The seed decides staging, spinning, and how near the epochs are to wrapping.
+// Formatted memory, and one context a rank. The seed decides staging, spinning, and how near the epochs are to wrapping. `reads`:
+// ranks may read each other's ordinary memory (process_vm_readv).
 class World {
  public:
-  World(std::uint64_t seed, std::uint32_t ranks, Sleep sleep, int (*interrupted)() = nullptr);
+  World(std::uint64_t seed, std::uint32_t ranks, Sleep sleep, bool reads = false, int (*interrupted)() = nullptr);
   ~World();
   World(const World&) = delete;
 
@@ -126,7 +127,7 @@ class World {
 
 // ---- exchanges.cpp: a rank's sequence of random exchanges of bytes
 
-enum class Way { kAny, kEager, kPush, kPull, kStaged };
+enum class Way { kAny, kEager, kPush, kPull, kRead, kStaged };  // as in all_to_all_pairwise.cpp
 
 class Exchanges {
  public:

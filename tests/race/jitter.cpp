@@ -7,6 +7,7 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -134,6 +135,11 @@ long __wrap_syscall(long number, ...) {
   va_start(arguments, number);
   for (long& value : a) value = va_arg(arguments, long);
   va_end(arguments);
+  if (number == SYS_process_vm_readv) {  // the other rank is a thread here: the sanitizers shall see what is read
+    const auto *to = reinterpret_cast<const iovec*>(a[1]), *from = reinterpret_cast<const iovec*>(a[3]);
+    __wrap_memcpy(to->iov_base, from->iov_base, from->iov_len);
+    return long(from->iov_len);
+  }
   if (number != SYS_futex) return __real_syscall(number, a[0], a[1], a[2], a[3], a[4], a[5]);
   race::maybe_pause(4, 8);  // between a rank's last look and its sleep, and before a bell is rung
   if (int(a[1]) == FUTEX_WAIT && race::strict.load(std::memory_order_relaxed))

@@ -7,7 +7,7 @@ namespace {
 std::uint32_t ranks_of(std::uint64_t seed) { return 2 + std::uint32_t(seed % 3); }
 
 void exchanges(std::uint64_t seed, Way way, int steps, bool async = false, bool refusals = false) {
-  World world(seed, ranks_of(seed), Sleep::kUntilRung);
+  World world(seed, ranks_of(seed), Sleep::kUntilRung, way == Way::kRead || (way == Way::kAny && mix(seed) % 2));
   world.run([&](Rank& rank) {
     Exchanges exchanges(rank, way, async, refusals);
     for (int i = 0; i < steps; i++) exchanges.step();
@@ -24,7 +24,7 @@ void layers(std::uint64_t seed, Layers::Part part, int steps) {
 
 // All of it on one communicator, whose entries, rings and staging they share.
 void mixed(std::uint64_t seed) {
-  World world(seed, ranks_of(seed), Sleep::kUntilRung);
+  World world(seed, ranks_of(seed), Sleep::kUntilRung, mix(seed) % 2);
   world.run([&](Rank& rank) {
     Exchanges exchanges(rank, Way::kAny, true, true);
     Layers layers(rank);
@@ -49,8 +49,8 @@ void alone(std::uint64_t seed) {
 // Pushes and pulls that follow upon more than 2^31 collectives without any: words that have long been left alone must not
 // pass for new ones.
 void long_quiet(std::uint64_t seed) {
-  for (const Way way : {Way::kPush, Way::kPull, Way::kStaged}) {
-    World world(seed, ranks_of(seed), Sleep::kUntilRung);
+  for (const Way way : {Way::kPush, Way::kPull, Way::kRead, Way::kStaged}) {
+    World world(seed, ranks_of(seed), Sleep::kUntilRung, way == Way::kRead);
     for (int i = 0; i < 3; i++) {
       world.run([&](Rank& rank) {
         Exchanges exchanges(rank, way);
@@ -67,6 +67,7 @@ const std::vector<Scenario> kScenarios = {
     {"eager", [](std::uint64_t seed) { exchanges(seed, Way::kEager, 60); }},
     {"push", [](std::uint64_t seed) { exchanges(seed, Way::kPush, 30); }},
     {"pull", [](std::uint64_t seed) { exchanges(seed, Way::kPull, 30); }},
+    {"read", [](std::uint64_t seed) { exchanges(seed, Way::kRead, 30); }},
     {"staged", [](std::uint64_t seed) { exchanges(seed, Way::kStaged, 30); }},
     {"all_to_all", [](std::uint64_t seed) { exchanges(seed, Way::kAny, 60); }},
     {"async", [](std::uint64_t seed) { exchanges(seed, Way::kAny, 40, true, true); }},
