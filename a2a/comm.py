@@ -51,6 +51,7 @@ class Communicator:
         transport: the shared memory, or None where no transport serves this topology (then `why_no_transport` says why
             and every op runs on torch.distributed).
         timeout_s: how long a rank waits for a peer.
+        device: where the tensors are that it serves; `device_type` is its kind.
         group: the ProcessGroup that it stands for, or None.
     """
 
@@ -63,9 +64,11 @@ class Communicator:
         topology: Topology | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         group: Any = None,
-        device_type: str = "cpu",
+        device: Any = "cpu",
     ) -> None:
-        self.rank, self.world_size, self.timeout_s, self.device_type = rank, world_size, timeout_s, device_type
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.device = torch.empty(0, device=device).device  # with its index, where there is one
+        self.device_type = self.device.type
         self._group = None if group is None else weakref.ref(group)
         self.topology = topology or resolve(exchange, rank, world_size, config().topology, **_place_in_job(group))
         if self.topology.world_size != world_size:
@@ -83,11 +86,9 @@ class Communicator:
         self.plans: dict[Any, Any] = {}  # what ops keep between calls: plans and registered requests
         self.handed_over: dict[str, int] = {}
         for transport in candidates():
-            reason = transport.unavailable(self.topology, device_type)
+            reason = transport.unavailable(self.topology, self.device_type)
             if reason is None:
-                self.transport = transport.open(
-                    Wiring(exchange, rank, self.topology, timeout_s, torch.device(device_type))
-                )
+                self.transport = transport.open(Wiring(exchange, rank, self.topology, timeout_s, self.device))
                 break
             self.why_no_transport[transport.name] = reason
         self.handle = self.transport.handle if self.transport else 0
@@ -258,13 +259,16 @@ def _close_all() -> None:
 # ---------------------------------------------------------------- from a process group to a communicator
 
 
-def communicator(group: Any = None, topology: Topology | None = None, timeout: Any = None) -> Communicator:
+def communicator(
+    group: Any = None, topology: Topology | None = None, timeout: Any = None, device: Any = "cpu"
+) -> Communicator:
     """Make a new communicator for `group`. Collective over the group; close it, or use it as a context manager.
 
     Args:
         group: a ProcessGroup; None: the default one.
         topology: instead of what A2A_TOPOLOGY names or detection finds; of the group's ranks.
         timeout: seconds or a timedelta that a rank waits for a peer; default: A2A_TIMEOUT_S, else the group's own.
+        device: where its tensors are: "cpu", "cuda" (the current one) or a torch.device.
     Raises:
         PeerTimeoutError: a rank of the group did not come; names it.
         UnsupportedError: this machine refuses what the transport needs; says what.
@@ -273,36 +277,42 @@ def communicator(group: Any = None, topology: Topology | None = None, timeout: A
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if seconds is not None and not seconds > 0:
         raise ValueError(f"communicator: timeout={timeout} must be positive")
-    limit = seconds or config().timeout_s or _group_timeout(group)
+    limit = seconds or config().timeout_s or _group_timeout(group, device)
     serial = next(_serials.setdefault(group, itertools.count()))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     exchange = _group_exchange(group, f"a2a/{serial}", rank, world_size, limit)
-    return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group)
+    return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group, device=device)
 
 
-def implicit(group: Any, op: str = "a2a") -> Communicator:
-    """The communicator that belongs to `group`, made now if this is its first use (then collective). `op`: for errors."""
-    key = id(group)
+def implicit(group: Any, op: str = "a2a", device_type: str = "cpu") -> Communicator:
+    """The communicator that belongs to `group` and kind of device; made now, collectively, if there is none or it was closed.
+
+    `op`: for errors.
+    """
+    key = implicit_key(group, device_type)
     known = _implicit.get(key)
     if known is not None and known[0]() is group and not known[1]._closed:
         return known[1]
     group = _resolve_group(group, op)
-    if known is not None and known[0]() is group:
-        known[1].check_open(op)
-    comm = communicator(group)
+    comm = communicator(group, device=device_type)
     _implicit[key] = (weakref.ref(group, lambda _: _forget(key)), comm)
     return comm
 
 
-def _forget(key: int) -> None:
+def implicit_key(group: Any, device_type: str) -> Any:
+    """A group has one implicit communicator for each kind of device; that of CPU tensors has the shortest key."""
+    return id(group) if device_type == "cpu" else (id(group), device_type)
+
+
+def _forget(key: Any) -> None:
     known = _implicit.pop(key, None)
     if known is not None and known[0]() is None:
         known[1].close()
 
 
-# The implicit communicators by id(group), each with a weak reference that proves the id and drops the entry with its group:
-# a lookup by id costs a fifth of one in a WeakKeyDictionary, and every call makes one.
-_implicit: dict[int, tuple[weakref.ref[Any], Communicator]] = {}
+# The implicit communicators by `implicit_key`, each with a weak reference that proves the id and drops the entry with its
+# group: a lookup by id costs a fifth of one in a WeakKeyDictionary, and every call makes one.
+_implicit: dict[Any, tuple[weakref.ref[Any], Communicator]] = {}
 _serials: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
@@ -322,9 +332,9 @@ def _resolve_group(group: Any, op: str) -> Any:
     return group
 
 
-def _group_timeout(group: Any) -> float:
+def _group_timeout(group: Any, device: Any) -> float:
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        backend = group._get_backend(torch.device(device))
         timeout: datetime.timedelta = backend.options._timeout
         return timeout.total_seconds()
     except (AttributeError, RuntimeError, NotImplementedError):

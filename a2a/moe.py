@@ -24,8 +24,9 @@ How rows lie. Two ranks, four experts, top-2, alignment 4. Rank 0 holds experts 
     combine: rank 0 sums its rows of b (rows 1 and 4, in expert order, times their weights) in float32 and rounds once; the
     owner of b adds what the ranks send, in rank order, in float32, and rounds once.
 
-A token goes to a rank once, however many of its experts live there: b above has two rows on rank 0 and is summed
-there before it goes home.
+A token's rows are summed on the rank that holds them before they go home: b above crosses back once, not twice. On its
+way there it crosses once with the `staged` algorithm; `direct` stores each row where it belongs, which on one host is
+one copy less.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.utils.dlpack
@@ -21,12 +21,14 @@ from torch.autograd.graph import increment_version
 
 from a2a.algorithms.base import AllToAll, Request
 from a2a.algorithms.c10d import originals
-from a2a.comm import Communicator, _implicit, implicit
+from a2a.comm import Communicator, _implicit, implicit, implicit_key
 from a2a.kernels import cpu
 from a2a.plan import Plan, choose
 from a2a.work import Work
 
-_T = TypeVar("_T")
+# Sizes may differ between ranks and the algorithm may not: one plan, at this size, serves every all-to-all of a
+# communicator.
+_PLANNED_BYTES = 1 << 20
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_compiling
 _profiling = torch._C._autograd._profiler_enabled
@@ -36,13 +38,14 @@ _c_contiguous = torch.Tensor.is_contiguous
 class _Even:
     """What the fast way needs to know of a call that it has seen before."""
 
-    __slots__ = ("address", "call", "num_bytes", "prepared")
+    __slots__ = ("address", "call", "device", "num_bytes", "prepared")
 
     def __init__(self, comm: Communicator, request: int, num_bytes: int) -> None:
         self.prepared = cpu.Even(comm.handle, request, num_bytes // comm.world_size)
         self.address = ctypes.addressof(self.prepared)
         self.call = cpu.lib().a2a_all_to_all_again
         self.num_bytes = num_bytes
+        self.device = -1  # what get_device() says of CPU tensors
 
 
 def all_to_all_single(
@@ -73,7 +76,7 @@ def all_to_all_single(
     """
     if _is_compiling():
         return _traced("all_to_all_single", output, input, output_split_sizes, input_split_sizes, group, async_op)
-    comm = group if type(group) is Communicator else _comm(group, "all_to_all_single")
+    comm = group if type(group) is Communicator else _comm(group, "all_to_all_single", input)
     if (
         output_split_sizes is None
         and input_split_sizes is None
@@ -86,8 +89,7 @@ def all_to_all_single(
             and output.dtype is input.dtype
             and input.is_contiguous()
             and output.is_contiguous()
-            and input.is_cpu
-            and output.is_cpu
+            and input.get_device() == even.device == output.get_device()
             and not _profiling()
         ):
             to, of = output.data_ptr(), input.data_ptr()
@@ -114,16 +116,19 @@ def all_to_all(
     """
     if _is_compiling():
         return _traced("all_to_all", output_tensor_list, input_tensor_list, group, async_op)
-    comm = group if type(group) is Communicator else _comm(group, "all_to_all")
+    first = input_tensor_list[0] if isinstance(input_tensor_list, Sequence) and input_tensor_list else None
+    comm = group if type(group) is Communicator else _comm(group, "all_to_all", first)
     with _named("all_to_all"):
         return _all_to_all_list(comm, output_tensor_list, input_tensor_list, async_op)
 
 
-def _comm(group: Any, op: str) -> Communicator:
-    known = _implicit.get(id(torch.distributed.group.WORLD if group is None else group))
+def _comm(group: Any, op: str, tensor: Any) -> Communicator:
+    world = torch.distributed.group.WORLD if group is None else group
+    device_type = "cuda" if getattr(tensor, "is_cuda", False) else "cpu"
+    known = _implicit.get(id(world) if device_type == "cpu" else implicit_key(world, device_type))
     if known is not None and (group is None or known[0]() is group) and not known[1]._closed:
         return known[1]
-    return implicit(torch.distributed.group.WORLD if group is None else group, op)
+    return implicit(world, op, device_type)
 
 
 def _traced(name: str, *args: Any) -> Work | None:
@@ -165,20 +170,33 @@ def _all_to_all_single(
     if inp.numel() == 0 and out.numel() == 0:
         row_bytes = 0  # this rank has nothing to say about rows
     dtype = str(inp.dtype).removeprefix("torch.")
-    request = _register(comm, algorithm, op, dtype, row_bytes, f"{op}({dtype}, rows of {list(row_shape)})")
+    request = _register(
+        comm,
+        algorithm,
+        op,
+        dtype,
+        row_bytes,
+        f"{op}({dtype}, rows of {list(row_shape)})" if row_shape else f"{op}({dtype})",
+    )
     source, target, finish = _contiguous(out, inp)
     even = not async_op and len(set(in_rows)) == 1 and len(set(out_rows)) == 1 and source.numel() == target.numel()
     if even:
-        algorithm.run_even(comm, request, target, source)
-        if output_splits is None and input_splits is None and plan.algorithm.name == "pairwise":
-            if len(comm.plans) > 1024:
-                comm.plans.clear()
-            comm.plans[(inp.dtype, inp.shape, out.shape)] = _Even(comm, request, source.numel() * source.element_size())
+        algorithm.run_even(comm, request, target, source, op)
+        if output_splits is None and input_splits is None:
+            num_bytes = source.numel() * source.element_size()
+            if plan.algorithm.name == "pairwise":
+                prepared = _Even(comm, request, num_bytes)
+            else:
+                prepared = algorithm.prepare_even(comm, request, num_bytes)
+            if prepared is not None:
+                if len(comm.plans) > 1024:
+                    comm.plans.clear()
+                comm.plans[(inp.dtype, inp.shape, out.shape)] = prepared
     else:
         outputs, inputs = list(torch.split(target, out_rows)), list(torch.split(source, in_rows))
         if async_op:
             return algorithm.submit(comm, request, outputs, inputs, op, [out], finish)
-        algorithm.run(comm, request, outputs, inputs)
+        algorithm.run(comm, request, outputs, inputs, op)
     finish()
     return None
 
@@ -217,7 +235,7 @@ def _all_to_all_list(
 
     if async_op:
         return algorithm.submit(comm, request, targets, sources, op, outputs, finish)
-    algorithm.run(comm, request, targets, sources)
+    algorithm.run(comm, request, targets, sources, op)
     finish()
     return None
 
@@ -225,7 +243,7 @@ def _all_to_all_list(
 def _plan(comm: Communicator) -> Plan:
     plan: Plan | None = comm.plans.get("all_to_all")
     if plan is None:
-        plan = comm.plans["all_to_all"] = choose(Request("all_to_all", torch.uint8), comm)
+        plan = comm.plans["all_to_all"] = choose(Request("all_to_all", torch.uint8, _PLANNED_BYTES), comm)
     return plan
 
 
@@ -280,7 +298,7 @@ def _check_pair(op: str, comm: Communicator, out: torch.Tensor, inp: torch.Tenso
     if out.dtype != inp.dtype:
         raise TypeError(f"{op}: output tensor must have the same type as input tensor; got {out.dtype} and {inp.dtype}")
     for which, tensor in (("output", out), ("input", inp)):
-        if tensor.device.type != comm.device_type:
+        if tensor.device != comm.device:
             raise ValueError(
                 f"{op}: {which} is on {tensor.device}, but this communicator serves {comm.device_type} tensors"
             )

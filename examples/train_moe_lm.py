@@ -76,6 +76,13 @@ class InBackward(torch.autograd.Function):
 # ---- two ways to take tokens to their experts and back ---------------------------------------------------------------
 
 
+def experts_of(rank: int, world_size: int) -> range:
+    """Contiguous blocks; the first EXPERTS mod world_size ranks have one more."""
+    each, more = divmod(EXPERTS, world_size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
 def with_a2a(world_size: int) -> a2a.ExpertParallel:
     """Rows arrive sorted by expert, a token crosses to a rank once however many of its experts live there."""
     max_tokens = -(-SEQUENCES // world_size) * LENGTH
@@ -100,20 +107,22 @@ class AllToAll(torch.autograd.Function):
 class ByHand:
     """The same by hand: sort by expert, exchange counts, then rows; with one rank nothing is exchanged."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.experts_of_ranks = [len(experts_of(r, world_size)) for r in range(world_size)]
+        self.rank, self.world_size = rank, world_size
 
     def exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
         return AllToAll.apply(rows, received, sent) if self.world_size > 1 else rows
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
         order = ids_TK.flatten().argsort(stable=True)
-        sent_WE = ids_TK.flatten().bincount(minlength=EXPERTS).view(self.world_size, -1)
-        ones = [1] * self.world_size
-        received_WE = self.exchange(sent_WE, ones, ones)
-        sent, received = sent_WE.sum(1).tolist(), received_WE.sum(1).tolist()
+        sent_by_expert = ids_TK.flatten().bincount(minlength=EXPERTS)
+        mine = self.experts_of_ranks[self.rank]
+        received_WE = self.exchange(sent_by_expert, [mine] * self.world_size, self.experts_of_ranks).view(-1, mine)
+        sent = [int(counts.sum()) for counts in sent_by_expert.split(self.experts_of_ranks)]
+        received = received_WE.sum(1).tolist()
         arrived_RD = self.exchange(x_TD[order // TOP_K], received, sent)
-        experts_R = torch.arange(received_WE.shape[1]).repeat(self.world_size).repeat_interleave(received_WE.flatten())
+        experts_R = torch.arange(mine).repeat(self.world_size).repeat_interleave(received_WE.flatten())
         by_expert = experts_R.argsort(stable=True)
         routing = (order, by_expert, received, sent, weights_TK)
         return arrived_RD[by_expert], received_WE.sum(0), routing
@@ -200,10 +209,9 @@ def read_text() -> Tensor:
 def train(backend: str, steps: int, rank: int, world_size: int) -> Result:
     """Train for `steps` steps; the sequences, and so the losses, don't depend on the number of ranks."""
     text, stopwatch = read_text(), Stopwatch()
-    mine = range(rank * EXPERTS // world_size, (rank + 1) * EXPERTS // world_size)
-    exchange = with_a2a(world_size) if backend == "a2a" else ByHand(world_size)
+    exchange = with_a2a(world_size) if backend == "a2a" else ByHand(rank, world_size)
     torch.manual_seed(0)
-    model = LanguageModel(mine, exchange, stopwatch)
+    model = LanguageModel(experts_of(rank, world_size), exchange, stopwatch)
     replicated = [p for name, p in model.named_parameters() if not name.endswith(("w_in_EDF", "w_out_EFD"))]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, start = [], 0.0

@@ -48,16 +48,18 @@ class AllToAllPairwise(AllToAll):
         else:
             cpu.lib().a2a_refuse(comm.handle, request, why.encode()[:1000])
 
-    def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor) -> None:
+    def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor, op: str) -> None:
         each = input.numel() * input.element_size() // comm.world_size
         result = cpu.lib().a2a_all_to_all_even(comm.handle, request, output.data_ptr(), input.data_ptr(), each)
         if result:
-            comm.raise_failure(result, "all_to_all")
+            comm.raise_failure(result, op)
 
-    def run(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    def run(
+        self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: str
+    ) -> None:
         result = cpu.lib().a2a_all_to_all(comm.handle, request, *_arrays(outputs, inputs))
         if result:
-            comm.raise_failure(result, "all_to_all")
+            comm.raise_failure(result, op)
 
     def submit(
         self,

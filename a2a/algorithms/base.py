@@ -85,12 +85,21 @@ class AllToAll(Algorithm):
     op: ClassVar[str] = "all_to_all"
 
     @abstractmethod
-    def run(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    def run(
+        self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: str
+    ) -> None:
         """Exchange contiguous pieces, in rank order; `request` is what `register` gave. Blocks until done."""
 
     @abstractmethod
-    def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor) -> None:
+    def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor, op: str) -> None:
         """The same for two contiguous tensors that all ranks share evenly."""
+
+    def prepare_even(self, comm: Communicator, request: int, num_bytes: int) -> Any:
+        """What the ops' fast way may call for even, contiguous tensors of so many bytes; None: nothing.
+
+        It has `call(address, output, input)`, which returns 0 or a failure, `address`, `device` and `num_bytes`.
+        """
+        return None
 
     @abstractmethod
     def submit(

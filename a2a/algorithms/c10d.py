@@ -54,16 +54,19 @@ class AllToAllC10d(AllToAll):
     def refuse(self, comm: Communicator, request: int, why: str, async_op: bool) -> None:
         """The engine has no way to say so; its own deadline must do."""
 
-    def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor) -> None:
+    def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor, op: str) -> None:
         self.run(
             comm,
             request,
             list(output.reshape(-1).chunk(comm.world_size)),
             list(input.reshape(-1).chunk(comm.world_size)),
+            op,
         )
 
-    def run(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        self.submit(comm, request, outputs, inputs, "all_to_all", outputs, None)
+    def run(
+        self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: str
+    ) -> None:
+        self.submit(comm, request, outputs, inputs, op, outputs, None)
 
     def submit(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from a2a.cli import show
 from a2a.cli.ranks import Emit, run_ranks
-from a2a.config import launch
+from a2a.config import config, launch
 
 if TYPE_CHECKING:
     from a2a.topology import Topology
@@ -25,7 +25,7 @@ def run(given: str | None, ranks: int | None, json_path: str | None, plot: Path 
     if given is not None:
         found.append(Topology.load(given))
     elif ranks in (None, 1) and launch().world_size == 1:
-        found.append(resolve(_alone, 0, 1))
+        found.append(resolve(_alone, 0, 1, config().topology))
     else:
         run_ranks(work, None, ranks, lambda message: found.append(Topology.from_json(message["topology"])))
     for topology in found:  # none on a rank other than 0, under a launcher
@@ -46,7 +46,7 @@ def work(_: None, emit: Emit) -> None:
         dist.all_gather_object(payloads, (tag, payload))
         return [item for _, item in payloads]
 
-    topology = resolve(exchange, dist.get_rank(), dist.get_world_size())
+    topology = resolve(exchange, dist.get_rank(), dist.get_world_size(), config().topology)
     emit({"topology": topology.to_json()})
 
 

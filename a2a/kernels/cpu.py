@@ -93,6 +93,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_request_text": (c_char_p, (_P, _U32, _U32)),
     "a2a_fail": (None, (_P, _U32, _U32, c_char_p)),
     "a2a_last_peer": (_U32, (_P,)),
+    "a2a_refusal": (c_char_p, (_P,)),
     "a2a_epoch": (_U32, (_P,)),
     "a2a_peer_epoch": (_U32, (_P, _U32)),
     "a2a_ok_word": (POINTER(c_uint32), (_P,)),

@@ -399,8 +399,9 @@ class CpuShm(Transport):
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
         if result == cpu.PEER_REFUSED:
             who = self._lib.a2a_last_peer(self.handle) if peer is None else peer
+            why = self._lib.a2a_refusal(self.handle).decode(errors="replace")
             raise MismatchError(
-                f"{op}: rank {who} refused its own call, so nothing was exchanged: {self._cause(who)}",
+                f"{op}: rank {who} refused its own call, so nothing was exchanged: {why}",
                 rank=self.rank,
                 peer=who,
                 op=op,
@@ -416,21 +417,18 @@ class CpuShm(Transport):
 
     def _raise(self, cause: int, by: int, peer: int, asked: str, op: str) -> None:
         again = f" Raised in {op}: the communicator is broken since then; close it and make a new one."
-        if cause in (1, 2, 3):
+        if cause in (1, 2, 3, 9):
+            seen = f" This rank, {self.rank}, is at epoch {self._lib.a2a_epoch(self.handle)}"
+            if peer != self.rank:
+                seen += f" and has seen rank {peer} at {self._lib.a2a_peer_epoch(self.handle, peer)}"
             what = {
-                1: f"rank {by} waited {self.timeout_s:.1f} s for rank {peer} in {asked}"
-                + (
-                    f" (rank {peer} is at epoch {self._lib.a2a_peer_epoch(self.handle, peer)}, rank {self.rank} at "
-                    f"{self._lib.a2a_epoch(self.handle)}). "
-                    if peer != self.rank
-                    else ". "
-                )
-                + _LATE.format(peer),
+                1: f"rank {by} waited {self.timeout_s:.1f} s for rank {peer} in {asked}.{seen}. {_LATE.format(peer)}",
                 2: f"rank {peer} died: rank {by} was waiting for it in {asked}. {_DIED}",
                 3: f"rank {peer} has closed this communicator"
                 + (f": rank {by} was waiting for it in {asked}." if by != peer else " with work of its own in flight."),
+                9: f"rank {peer} died: rank {by} could not read its memory any more in {asked}. {_DIED}",
             }[cause]
-            name = {1: "timeout", 2: "died", 3: "closed"}[cause]
+            name = {1: "timeout", 2: "died", 3: "closed", 9: "died"}[cause]
             raise PeerTimeoutError(what + again, rank=self.rank, peer=peer, op=asked, cause=name)
         if cause in (4, 5):
             raise MismatchError(

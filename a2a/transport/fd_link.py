@@ -30,7 +30,9 @@ class FdLink:
         UnsupportedError: the system refuses such sockets, on this rank or on another.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, exchange: Exchange, rank: int, world_size: int, timeout_s: float, owner: str = "cpu_shm"
+    ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.sockets: list[socket.socket | None] = [None] * world_size
         listener, offer = None, b""
@@ -46,7 +48,7 @@ class FdLink:
                 offer = b"-" + str(error).encode()
         offer = exchange("link/offer", offer)[0]
         if offer[:1] != b"+":
-            raise UnsupportedError(f"cpu_shm: rank 0 can't open an abstract Unix socket: {offer[1:].decode()}")
+            raise UnsupportedError(f"{owner}: rank 0 can't open an abstract Unix socket: {offer[1:].decode()}")
         problem = ""
         try:
             if rank == 0:
@@ -63,7 +65,7 @@ class FdLink:
             if theirs:
                 self.close()
                 raise UnsupportedError(
-                    f"cpu_shm: rank {peer} can't link to the ranks of its host through an abstract Unix socket: "
+                    f"{owner}: rank {peer} can't link to the ranks of its host through an abstract Unix socket: "
                     f"{theirs.decode()}"
                 )
 
@@ -145,7 +147,7 @@ def _receive(connection: socket.socket) -> list[int]:
     while more:
         message, ancillary, _, _ = connection.recvmsg(1 + _FDS_A_MESSAGE, socket.CMSG_SPACE(4 * _FDS_A_MESSAGE))
         if not message:
-            raise UnsupportedError("cpu_shm: the process at the other end of the link is gone")
+            raise UnsupportedError("the process at the other end of the link is gone")
         real = array.array("i")
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -160,7 +160,7 @@ struct Exchange {
       if (!s.plain_in) {
         move(c, pair.out + s.received, s.remote_in + s.received, n, stream);
       } else if (a2a_read(c.pids[p], s.plain_in + s.received, pair.out + s.received, n)) {
-        fail(c, kDied, p, text, nullptr);  // it waits for this rank, so its memory can only be gone with it
+        fail(c, kUnreadable, p, text, nullptr);  // it waits for this rank, so its memory can only be gone with it
         return false;
       }
       s.received += n;
@@ -189,13 +189,18 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
   const std::uint32_t e = c.epoch, me = c.rank, P = c.world;
   const std::uint32_t text = request.text;
   std::uint64_t total = 0;
-  for (std::uint32_t p = 0; p < P; p++) total += pairs[p].send_bytes + pairs[p].recv_bytes;
+  std::int64_t balance = 0;
+  for (std::uint32_t p = 0; p < P; p++) {
+    total += pairs[p].send_bytes + pairs[p].recv_bytes;
+    balance += std::int64_t(pairs[p].send_bytes) - std::int64_t(pairs[p].recv_bytes);
+  }
   for (std::uint32_t i = 1; i < P; i++) {
     const std::uint32_t p = (me + i) % P;
     const Pair& pair = pairs[p];
     Entry& entry = c.entry(p, me, e);
     entry.digest = request.digest;
     entry.row_bytes = request.row_bytes;
+    entry.balance = balance;
     entry.send_bytes = pair.send_bytes;
     entry.recv_bytes = pair.recv_bytes;
     entry.in_address = pair.send_bytes > c.geo.eager_bytes ? c.address_of(pair.in, pair.send_bytes) : 0;
@@ -220,8 +225,15 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
 
   Exchange x{c, pairs, reinterpret_cast<PeerState*>(c.scratch), e, text, stream};
   static_assert(sizeof(PeerState) <= 256, "scratch");
-  for (std::uint32_t p = 0; p < P; p++)
+  for (std::uint32_t p = 0; p < P; p++) {
     if (p != me && x.check(p)) return kFailed;
+    if (p != me) balance += c.entry(me, p, e).balance;
+  }
+  if (balance != 0) {  // two other ranks disagree with each other; they are saying so
+    Wait others(c, text, inline_call);
+    for (;;)
+      if (int rc = others.idle([](std::uint32_t) { return true; })) return rc;
+  }
   for (std::uint32_t p = 0; p < P; p++)
     if (p != me) x.choose(p);
 
@@ -254,8 +266,9 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
 // says why. It does not wait for its peers here; begin_op of its next call does.
 int refuse(Context& c, const Request& request, const char* why) {
   if (int rc = begin_op(c)) return rc;
-  std::strncpy(c.cause_text(c.rank), why, kCauseBytes - 1);
-  c.cause_text(c.rank)[kCauseBytes - 1] = 0;
+  char* text = c.refusal_text(c.rank, c.epoch);
+  std::strncpy(text, why, kCauseBytes - 1);
+  text[kCauseBytes - 1] = 0;
   for (std::uint32_t i = 1; i < c.world; i++) {
     const std::uint32_t p = (c.rank + i) % c.world;
     Entry& entry = c.entry(p, c.rank, c.epoch);

@@ -202,7 +202,7 @@ int await_entries(Context& c, const Request& request, bool inline_call) {
     const Entry& entry = c.entry(c.rank, p, e);
     if (entry.digest == kPoison) {
       c.last_peer = p;
-      c.last_text = entry.text;
+      std::memcpy(c.refusal, c.refusal_text(p, e), kCauseBytes);
       return kPeerRefused;
     }
     same = same && agrees(entry);
@@ -357,6 +357,7 @@ void a2a_fail(a2a_context* c, uint32_t cause, uint32_t peer, const char* message
   fail(*C(c), Cause(cause), peer, 0, message);
 }
 uint32_t a2a_last_peer(a2a_context* c) { return C(c)->last_peer; }
+const char* a2a_refusal(a2a_context* c) { return C(c)->refusal; }
 uint32_t a2a_epoch(a2a_context* c) { return C(c)->epoch; }
 uint32_t a2a_peer_epoch(a2a_context* h, uint32_t peer) {
   Context& c = *C(h);

@@ -43,7 +43,8 @@ enum Cause : std::uint32_t {
   kSplits = 5,
   kOverflow = 6,
   kInterrupted = 7,
-  kRefused = 8
+  kRefused = 8,
+  kUnreadable = 9
 };
 enum Result : int { kOk = 0, kFailed = 1, kPeerRefused = 2, kForked = 3, kNotOpen = 4, kPending = 5, kInvalid = 6 };
 
@@ -72,6 +73,7 @@ struct alignas(kLine) Entry {
       in_address;  // symmetric address of what it sends; or, where peers may read this process, its plain address; or 0
   std::uint64_t out_address;  // symmetric address of where that peer may store, 0 if in ordinary memory
   std::uint64_t row_bytes;    // of dimension 0, 0 where rows mean nothing; two that are not 0 must agree
+  std::int64_t balance;       // all that it sends less all that it expects: zero over all ranks, or splits disagree somewhere
   std::uint32_t text;         // which of the rank's request descriptions
   std::atomic<std::uint32_t> epoch;
 };
@@ -120,7 +122,7 @@ struct Geometry {
     entries = take(P * P * 2 * sizeof(Entry));
     words = take((P * P * kKinds + P) * sizeof(Word));
     texts = take(P * kTexts * kTextBytes);
-    causes = take(P * kCauseBytes);
+    causes = take(P * 3 * kCauseBytes);  // a rank's failure, and its refusals by parity of the epoch
     eager = take(P * P * 2 * eager_bytes);
     rings = take(P * P * ring_slots * slot_bytes);
     published = take(P * publish_slots * publish_bytes);
@@ -164,7 +166,7 @@ struct Context {
   Request* requests = nullptr;  // the last kTexts that were registered
   std::uint32_t num_requests = 0;
   std::uint32_t last_peer = 0;  // whose refusal the last kPeerRefused was about
-  std::uint32_t last_text = 0;
+  char refusal[kCauseBytes] = {};     // and why
   std::uint64_t ops = 0, bytes_pushed = 0, bytes_pulled = 0, bytes_staged = 0, bytes_eager = 0, bytes_read = 0;
   Segment segments[kMaxSegments];
   std::atomic<std::uint32_t> num_segments;
@@ -190,7 +192,8 @@ struct Context {
   char* text(std::uint32_t r, std::uint32_t index) {
     return reinterpret_cast<char*>(base + geo.texts) + (std::size_t(r) * kTexts + index % kTexts) * kTextBytes;
   }
-  char* cause_text(std::uint32_t r) { return reinterpret_cast<char*>(base + geo.causes) + r * kCauseBytes; }
+  char* cause_text(std::uint32_t r) { return reinterpret_cast<char*>(base + geo.causes) + std::size_t(r) * 3 * kCauseBytes; }
+  char* refusal_text(std::uint32_t r, std::uint32_t e) { return cause_text(r) + (1 + (e & 1)) * kCauseBytes; }
   std::uint8_t* eager(std::uint32_t to, std::uint32_t from, std::uint32_t e) {
     const std::uint32_t parity = mutant(kOneParity) ? 0 : (e & 1);
     return base + geo.eager + ((std::size_t(to) * world + from) * 2 + parity) * geo.eager_bytes;

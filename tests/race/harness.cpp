@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -127,6 +128,11 @@ void World::run(const std::function<void(Rank&)>& body) {
     });
   for (auto& t : threads) t.join();
   sleep_until_rung(0);
+}
+
+void World::meet() {
+  const auto n = std::uint32_t(ranks_.size()), all = (met_.fetch_add(1, std::memory_order_relaxed) / n + 1) * n;
+  while (met_.load(std::memory_order_relaxed) < all) sched_yield();
 }
 
 }  // namespace race

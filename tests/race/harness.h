@@ -110,6 +110,7 @@ class World {
   World(const World&) = delete;
 
   void run(const std::function<void(Rank&)>& body);  // on one thread a rank; all are joined
+  void meet();  // the ranks wait for each other, without ordering any access
   a2a_context* context(std::uint32_t r) const { return ranks_[r]->c; }
   std::uint8_t* moe_memory(std::uint32_t r) const { return segments_[2].data + r * kStride; }  // symmetric, too
   static std::uint64_t moe_address(std::size_t offset) { return std::uint64_t(3) << 48 | offset; }
@@ -121,6 +122,7 @@ class World {
 
  private:
   const Sleep sleep_;
+  std::atomic<std::uint32_t> met_{0};
   const Pages control_, segments_[3], ordinary_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
