@@ -285,7 +285,7 @@ def communicator(
 
 
 def implicit(group: Any, op: str = "a2a", device_type: str = "cpu") -> Communicator:
-    """The communicator that belongs to `group` and kind of device; made now, collectively, if there is none or it was closed.
+    """The communicator that belongs to `group` and kind of device; made now (collectively) if there is none.
 
     `op`: for errors.
     """

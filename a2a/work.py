@@ -141,3 +141,37 @@ class DoneWork(Work):
             self._future = torch.futures.Future()
             self._resolve_future()
         return self._future
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class StreamWork(DoneWork):
+    """Work on a GPU stream. `wait()` makes the current stream wait, not the host.
+
+    An error shows in a later call or `comm.check()`.
+    """
+
+    def __init__(self, outputs: list[torch.Tensor], done: torch.cuda.Event, device: torch.device) -> None:
+        super().__init__(outputs)
+        self._done, self._device = done, device
+
+    def is_completed(self) -> bool:
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def is_success(self) -> bool:
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, timeout: datetime.timedelta | float | None = None) -> bool:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Any]]:
+        """A future of the outputs, as torch has them for GPUs: callbacks run now, on streams that wait for the work."""
+        if self._future is None:
+            self._future = torch.futures.Future(devices=[self._device])
+            with torch.cuda.device(self._device), torch.cuda.stream(_side_stream(self._device)):
+                self.wait()
+                self._future.set_result(self._outputs)
+        return self._future
