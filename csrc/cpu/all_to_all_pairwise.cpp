@@ -31,7 +31,7 @@ namespace {
 
 constexpr std::size_t kStep = 512 << 10;  // bytes that one push or pull moves before the rings are served again
 // Larger pieces are staged: the kernel's copy goes through the cache, and two copies past it are as fast from here on.
-constexpr std::uint64_t kReadMost = 16 << 20;
+constexpr std::uint64_t kReadMost = 8 << 20;
 
 enum Way : std::uint8_t { kDone, kEager, kPush, kPull, kStaged };
 
@@ -174,8 +174,9 @@ struct Exchange {
     if (reached(n, c.word(Geometry::kProduced, c.rank, p).load(std::memory_order_acquire))) return false;
     const std::size_t bytes =
         std::size_t(pair.recv_bytes - s.received < c.geo.slot_bytes ? pair.recv_bytes - s.received : c.geo.slot_bytes);
+    if (mutant(kEarlyConsume)) signal(c, p, consumed, n + 1);
     move(c, pair.out + s.received, c.ring(c.rank, p, n), bytes, stream);
-    signal(c, p, consumed, n + 1);
+    if (!mutant(kEarlyConsume)) signal(c, p, consumed, n + 1);
     s.received += bytes;
     if (s.received < pair.recv_bytes) return true;
     return finish(s.recv);

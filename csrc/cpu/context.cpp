@@ -151,7 +151,7 @@ int begin_op(Context& c) {
   if (c.pid != getpid()) return kForked;
   if (c.state(c.rank).open.load(std::memory_order_relaxed) != 1) return kNotOpen;
   if (c.header().failure.load(std::memory_order_acquire) != 0) return kFailed;
-  if (c.unconfirmed) {  // this rank refused its last call and did not wait for the peers then
+  if (c.unconfirmed && !mutant(kSkipConfirm)) {  // this rank refused its last call and did not wait for the peers then
     Wait wait(c, 0, true);
     auto missing = [&](std::uint32_t p) {
       return !reached(c.entry(c.rank, p, c.epoch).epoch.load(std::memory_order_acquire), c.epoch);

@@ -27,7 +27,7 @@ struct a2a_moe {
   std::size_t row_bytes() const { return hidden * element(); }
   std::size_t counts_bytes() const { return (experts + c->world) * sizeof(std::uint32_t); }
   std::uint32_t* counts(std::uint32_t rank) {
-    const std::uint64_t parity = a2a::mutant(a2a::kOneParity) ? 0 : (c->epoch & 1);
+    const std::uint64_t parity = a2a::mutant(a2a::kOneCounts) ? 0 : (c->epoch & 1);
     return reinterpret_cast<std::uint32_t*>(
         c->at(rank, counts_address + parity * a2a::align_up(counts_bytes(), a2a::kLine)));
   }
@@ -108,7 +108,7 @@ class Publication {
                                 mutant(kRelaxedSignal) ? std::memory_order_relaxed : std::memory_order_seq_cst);
     for (std::uint32_t i = 1; i < c_.world; i++) {
       const std::uint32_t p = (c_.rank + i) % c_.world;
-      if (c_.bell(p).sleeping.load(std::memory_order_seq_cst)) wake(c_.bell(p));
+      if (!mutant(kNoPublishBell) && c_.bell(p).sleeping.load(std::memory_order_seq_cst)) wake(c_.bell(p));
     }
   }
   // The next unit of `source`, or null if it is not there yet.

@@ -208,12 +208,13 @@ int run(a2a_moe& m, std::uint32_t request, const void* rows, std::int64_t num_ro
         for (std::uint32_t p = 0; p < P; p++)
           slots[p] =
               p == me ? nullptr : c.ring(me, p, c.word(Geometry::kConsumed, p, me).load(std::memory_order_relaxed));
-        k.sum(summed++, slots, cursor, own);
+        if (!mutant(kEarlyConsume)) k.sum(summed++, slots, cursor, own);
         for (std::uint32_t i = 1; i < P; i++) {
           const std::uint32_t p = (me + i) % P;
           auto& consumed = c.word(Geometry::kConsumed, p, me);
           signal(c, p, consumed, consumed.load(std::memory_order_relaxed) + 1);
         }
+        if (mutant(kEarlyConsume)) k.sum(summed++, slots, cursor, own);
         moved = true;
       }
     }

@@ -212,6 +212,7 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
         for (std::size_t i = 0; i < std::size_t(n) * K; i++) unit_weights[i] = 1.0f;
     }
     const auto* x_rows = static_cast<const std::uint8_t*>(x);
+    if (mutant(kEarlyPublish) && P > 1) ring.publish();
     for (std::uint32_t t = 0; t < n && ring_rows; t++) {
       std::uint8_t* to = slot + wire.rows_at + t * wire.stride;
       if (m.wire == kNoWire) {
@@ -253,7 +254,7 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
       }
       if (stream) simd().fence();
     }
-    if (P > 1) ring.publish();
+    if (!mutant(kEarlyPublish) && P > 1) ring.publish();
     d.consume(me, published, slot, m.wire == kNoWire ? x_rows : nullptr);
     published++;
   };
@@ -273,8 +274,9 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
       left = true;
       const std::uint8_t* slot = ring.next(s);
       if (!slot) continue;
+      if (mutant(kEarlyTake)) ring.take(s);
       d.consume(s, d.done[s]++, slot, nullptr);
-      ring.take(s);
+      if (!mutant(kEarlyTake)) ring.take(s);
       moved = true;
     }
     if (!left) break;

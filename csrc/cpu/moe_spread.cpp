@@ -113,8 +113,9 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
       left = true;
       const std::uint8_t* slot = ring.next(s);
       if (!slot) continue;
+      if (mutant(kEarlyTake)) ring.take(s);
       consume(s, done[s]++, slot, nullptr);
-      ring.take(s);
+      if (!mutant(kEarlyTake)) ring.take(s);
       moved = true;
     }
     if (!left) {

@@ -30,7 +30,14 @@ enum Mutant {
   kEarlySignal = 6,
   kOneParity = 7,
   kNoDoorbell = 8,
-  kIgnoreReaders = 9
+  kIgnoreReaders = 9,
+  kOneEager = 10,
+  kOneCounts = 11,
+  kSkipConfirm = 12,
+  kNoPublishBell = 13,
+  kEarlyConsume = 14,
+  kEarlyTake = 15,
+  kEarlyPublish = 16
 };
 constexpr bool mutant(int which) { return A2A_MUTANT == which; }
 
@@ -195,7 +202,7 @@ struct Context {
   char* cause_text(std::uint32_t r) { return reinterpret_cast<char*>(base + geo.causes) + std::size_t(r) * 3 * kCauseBytes; }
   char* refusal_text(std::uint32_t r, std::uint32_t e) { return cause_text(r) + (1 + (e & 1)) * kCauseBytes; }
   std::uint8_t* eager(std::uint32_t to, std::uint32_t from, std::uint32_t e) {
-    const std::uint32_t parity = mutant(kOneParity) ? 0 : (e & 1);
+    const std::uint32_t parity = mutant(kOneEager) ? 0 : (e & 1);
     return base + geo.eager + ((std::size_t(to) * world + from) * 2 + parity) * geo.eager_bytes;
   }
   std::uint8_t* ring(std::uint32_t to, std::uint32_t from, std::uint32_t n) {
