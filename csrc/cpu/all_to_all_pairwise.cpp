@@ -29,7 +29,8 @@
 namespace a2a {
 namespace {
 
-constexpr std::size_t kStep = 512 << 10;  // bytes that one push or pull moves before the rings are served again
+// Bytes that one push or pull moves before the rings are served again, and where there are none to serve.
+constexpr std::size_t kStep = 512 << 10, kLongStep = 16 << 20;
 // Larger pieces are staged: the kernel's copy goes through the cache, and two copies past it are as fast from here on.
 constexpr std::uint64_t kReadMost = 8 << 20;
 
@@ -60,6 +61,7 @@ struct Exchange {
   std::uint32_t e, text;
   bool stream;
   std::uint32_t left = 0;  // directions that are not kDone
+  std::size_t step = kLongStep;
 
   int check(std::uint32_t p) {
     const Entry& entry = c.entry(c.rank, p, e);
@@ -94,6 +96,7 @@ struct Exchange {
       s.remote_in = c.at(p, entry.in_address);
     if (s.send == kEager) s.send = kDone;
     left += (s.send != kDone) + (s.recv != kDone);
+    if (s.send == kStaged || s.recv == kStaged) step = kStep;
   }
 
   bool finish(Way& way) {
@@ -106,7 +109,7 @@ struct Exchange {
     PeerState& s = peers[p];
     const Pair& pair = pairs[p];
     if (s.send == kPush) {
-      const std::size_t n = std::size_t(pair.send_bytes - s.sent < kStep ? pair.send_bytes - s.sent : kStep);
+      const std::size_t n = std::size_t(pair.send_bytes - s.sent < step ? pair.send_bytes - s.sent : step);
       if (mutant(kEarlySignal) && s.sent == 0) signal(c, p, c.word(Geometry::kPushDone, p, c.rank), e);
       move(c, s.remote_out + s.sent, pair.in + s.sent, n, stream);
       s.sent += n;
@@ -156,7 +159,7 @@ struct Exchange {
       return finish(s.recv);
     }
     if (s.recv == kPull) {
-      const std::size_t n = std::size_t(pair.recv_bytes - s.received < kStep ? pair.recv_bytes - s.received : kStep);
+      const std::size_t n = std::size_t(pair.recv_bytes - s.received < step ? pair.recv_bytes - s.received : step);
       if (!s.plain_in) {
         move(c, pair.out + s.received, s.remote_in + s.received, n, stream);
       } else if (a2a_read(c.pids[p], s.plain_in + s.received, pair.out + s.received, n)) {
@@ -249,7 +252,8 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
       if (x.peers[from].recv != kDone) moved |= x.recv(from);
     }
     if (!moved && copied < self.send_bytes) {  // the own piece fills the gaps
-      const std::uint64_t n = self.send_bytes - copied < (256 << 10) ? self.send_bytes - copied : (256 << 10);
+      const std::uint64_t most = x.step == kStep ? kStep / 2 : kLongStep;
+      const std::uint64_t n = self.send_bytes - copied < most ? self.send_bytes - copied : most;
       move(c, self.out + copied, self.in + copied, n, stream);
       copied += n;
       continue;
