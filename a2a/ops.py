@@ -253,16 +253,17 @@ def _algorithm(plan: Plan) -> AllToAll:
 
 
 def _register(comm: Communicator, algorithm: AllToAll, op: str, dtype: str, row_bytes: int, text: str) -> int:
-    """The index of a request in the transport's table, which holds the last cpu.TEXTS of them."""
-    requests: dict[Any, int] = comm.plans.setdefault("requests", {})
-    key = (op, dtype, row_bytes)
-    if key not in requests:
-        if len(requests) >= cpu.TEXTS // 2:
-            requests.clear()
-            for known in [k for k, v in comm.plans.items() if isinstance(v, _Even)]:
-                del comm.plans[known]
-        requests[key] = algorithm.register(comm, f"{op}|{dtype}", row_bytes, text)
-    return requests[key]
+    """The number of a request. When numbers are renewed, prepared calls that hold old ones go."""
+    if "renewed" not in comm.plans and comm.transport is not None:
+        comm.plans["renewed"] = True
+        plans = comm.plans
+
+        def renewed() -> None:
+            for known in [key for key, value in plans.items() if isinstance(value, _Even)]:
+                del plans[known]
+
+        comm.transport.on_renewal(renewed)
+    return algorithm.register(comm, f"{op}|{dtype}", row_bytes, text)
 
 
 def _refuse(comm: Communicator, algorithm: AllToAll, op: str, error: Exception, async_op: bool) -> None:

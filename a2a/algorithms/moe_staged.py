@@ -24,6 +24,7 @@ from a2a.kernels import cpu
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
+_OPS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
 _OVERFLOW = 6  # Cause in csrc/cpu/signal.h
@@ -82,10 +83,12 @@ class SharedMemoryExchange(MoeExchange):
         self._most_bytes = most[comm.rank]
         matrix_bytes = max(self._most_bytes, spec.max_tokens * spec.row_bytes)
         self._private: Any = self._transport.private_pool(min(_WORST_CASES * matrix_bytes, _MOST_POOL_BYTES))
-        self._requests = {
-            op: self._transport.request(f"{op}|{self._what}", 0, f"{op} of {spec.describe()}")
-            for op in ("dispatch", "combine", "dispatch_backward", "combine_backward")
-        }
+        self._asks = {op: (f"{op}|{self._what}", f"{op} of {spec.describe()}") for op in _OPS}
+
+    def _request(self, op: str) -> int:
+        agree, text = self._asks[op]
+        number: int = self._transport.request(agree, 0, text)
+        return number
 
     # ---- memory
 
@@ -121,7 +124,7 @@ class SharedMemoryExchange(MoeExchange):
         topk_ids_TK: torch.Tensor,
         weights_TK: torch.Tensor | None,
     ) -> Dispatched:
-        spec, request, num_tokens = self._spec, self._requests["dispatch"], topk_ids_TK.shape[0]
+        spec, request, num_tokens = self._spec, self._request("dispatch"), topk_ids_TK.shape[0]
         ids_bytes = topk_ids_TK.element_size()
         reserved = self._reserve()
         counts = (ctypes.c_int64 * (3 + self._local))()
@@ -225,7 +228,7 @@ class SharedMemoryExchange(MoeExchange):
         y = self._matrix(num_tokens)
         result = self._lib.a2a_moe_combine(
             self._moe,
-            self._requests["combine"],
+            self._request("combine"),
             rows_RH.data_ptr(),
             row_rank_R.shape[0],
             _pointer(weights_R),
@@ -256,7 +259,7 @@ class SharedMemoryExchange(MoeExchange):
         grad_weights = torch.zeros(num_rows) if rows_RH is None else torch.empty(num_rows)
         result = self._lib.a2a_moe_spread(
             self._moe,
-            self._requests["combine_backward"],
+            self._request("combine_backward"),
             grad_TH.data_ptr(),
             grad_TH.shape[0],
             _pointer(rows_RH),
@@ -279,7 +282,7 @@ class SharedMemoryExchange(MoeExchange):
         grad_weights = torch.empty(num_tokens, self._spec.top_k)
         result = self._lib.a2a_moe_combine(
             self._moe,
-            self._requests["dispatch_backward"],
+            self._request("dispatch_backward"),
             grad_rows.data_ptr(),
             rank.shape[0],
             None,
@@ -298,7 +301,7 @@ class SharedMemoryExchange(MoeExchange):
 
     def refuse(self, op: str, why: str) -> None:
         if self._moe is not None and not self._comm.closed:
-            self._lib.a2a_refuse(self._comm.handle, self._requests[op], why.encode()[:1000])
+            self._lib.a2a_refuse(self._comm.handle, self._request(op), why.encode()[:1000])
 
     def close(self) -> None:
         if self._moe is not None:

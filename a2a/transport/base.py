@@ -111,6 +111,9 @@ class Transport(ABC):
     def stats(self) -> dict[str, object]:
         """Counters since the start: waits per peer, bytes per way."""
 
+    def on_renewal(self, callback: Callable[[], None]) -> None:  # noqa: B027  most transports never renew
+        """Have `callback` called when the numbers that kernels know requests by become void."""
+
     @abstractmethod
     def close(self) -> None:
         """Leave. Idempotent, local; peers that still wait for this rank are told."""

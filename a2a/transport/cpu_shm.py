@@ -31,7 +31,7 @@ import os
 import secrets
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import c_int, c_uint8, c_uint64
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -122,6 +122,8 @@ class CpuShm(Transport):
         self._pid = os.getpid()
         self._closed = False
         self._arenas: list[_Arena] = []
+        self._requests: dict[tuple[str, int], int] = {}
+        self._renewed: list[Callable[[], None]] = []
         staging = (config().staging_kb or max(64, min(_STAGING_KB, _STAGING_KB * 8 // self.world_size))) * 1024
         facts = local_facts()
         mine = json.dumps([staging, facts.to_json()]).encode()
@@ -156,7 +158,6 @@ class CpuShm(Transport):
             raise UnsupportedError("cpu_shm: the ranks run different versions of a2a's compiled library")
         self.handle = handle
         self._control = (base, num_bytes, self._lib.a2a_pool_create(base, num_bytes, base, num_bytes))
-        self._alloc_request = self.request("alloc", 0, "comm.empty or ExpertParallel(...)")
         self.why_no_reads = self._try_reads(
             wiring, pidfds
         )  # the exchange is a barrier: nobody signals before all have attached
@@ -342,16 +343,31 @@ class CpuShm(Transport):
     # ---- requests, failures, facts
 
     def request(self, agree: str, row_bytes: int, text: str) -> int:
-        """Register what a collective asks for.
+        """The number of what a collective asks for, good until the next renewal: ask again for each collective.
 
         Args:
             agree: what must be equal on all ranks.
             row_bytes: bytes of a row; 0 where rows mean nothing. Two that are not 0 must be equal.
             text: what peers are shown when theirs differs.
         """
-        digest = int.from_bytes(hashlib.sha256(agree.encode()).digest()[:8], "little") >> 1
-        index: int = self._lib.a2a_request(self.handle, digest, row_bytes, text.encode()[:190])
-        return index
+        key = (agree, row_bytes)
+        known = self._requests.get(key)
+        if known is None:
+            if len(self._requests) >= cpu.TEXTS // 2:  # the library keeps the last TEXTS of them
+                self._requests.clear()
+                for callback in self._renewed:
+                    callback()
+            digest = int.from_bytes(hashlib.sha256(agree.encode()).digest()[:8], "little") >> 1
+            known = self._lib.a2a_request(self.handle, digest, row_bytes, text.encode()[:190])
+            self._requests[key] = known
+        return known
+
+    def on_renewal(self, callback: Callable[[], None]) -> None:
+        self._renewed.append(callback)
+
+    @property
+    def _alloc_request(self) -> int:
+        return self.request("alloc", 0, "comm.empty or ExpertParallel(...)")
 
     def _all_gather(self, payload: bytes, op: str) -> list[bytes]:
         n = len(payload)

@@ -62,6 +62,7 @@ struct Exchange {
   bool stream;
   std::uint32_t left = 0;  // directions that are not kDone
   std::size_t step = kLongStep;
+  bool broken = false;    // somebody failed while this rank was reading
 
   int check(std::uint32_t p) {
     const Entry& entry = c.entry(c.rank, p, e);
@@ -168,6 +169,9 @@ struct Exchange {
       }
       s.received += n;
       if (s.received < pair.recv_bytes) return true;
+      // A peer that has failed may have gone on and changed what was being read. It records the failure before it does.
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (c.header().failure.load(std::memory_order_relaxed) != 0) return !(broken = true);
       (s.plain_in ? c.bytes_read : c.bytes_pulled) += pair.recv_bytes;
       signal(c, p, c.word(Geometry::kPullDone, p, c.rank), e);
       return finish(s.recv);
@@ -189,7 +193,7 @@ struct Exchange {
 }  // namespace
 
 int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, bool inline_call) {
-  if (int rc = begin_op(c)) return rc;
+  if (int rc = begin_op(c, request.text, inline_call)) return rc;
   const std::uint32_t e = c.epoch, me = c.rank, P = c.world;
   const std::uint32_t text = request.text;
   std::uint64_t total = 0;
@@ -258,6 +262,7 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
       copied += n;
       continue;
     }
+    if (x.broken) return kFailed;
     if (moved)
       wait.progressed();
     else if (int rc = wait.idle(missing))
@@ -269,8 +274,8 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
 
 // The rank can't make its own call (bad arguments): it still takes its place in the order of collectives, with an entry that
 // says why. It does not wait for its peers here; begin_op of its next call does.
-int refuse(Context& c, const Request& request, const char* why) {
-  if (int rc = begin_op(c)) return rc;
+int refuse(Context& c, const Request& request, const char* why, bool inline_call) {
+  if (int rc = begin_op(c, request.text, inline_call)) return rc;
   char* text = c.refusal_text(c.rank, c.epoch);
   std::strncpy(text, why, kCauseBytes - 1);
   text[kCauseBytes - 1] = 0;
@@ -300,7 +305,7 @@ struct Locked {
 int a2a_refuse(a2a_context* h, uint32_t request, const char* why) {
   Context& c = *reinterpret_cast<Context*>(h);
   Locked locked(c);
-  return refuse(c, c.requests[request % kTexts], why);
+  return refuse(c, c.requests[request % kTexts], why, true);
 }
 
 int a2a_all_to_all_even(a2a_context* h, uint32_t request, void* out, const void* in, size_t bytes) {

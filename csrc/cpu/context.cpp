@@ -147,12 +147,12 @@ int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
   return look(f, missing, now);
 }
 
-int begin_op(Context& c) {
+int begin_op(Context& c, std::uint32_t text, bool inline_call) {
   if (c.pid != getpid()) return kForked;
   if (c.state(c.rank).open.load(std::memory_order_relaxed) != 1) return kNotOpen;
   if (c.header().failure.load(std::memory_order_acquire) != 0) return kFailed;
   if (c.unconfirmed && !mutant(kSkipConfirm)) {  // this rank refused its last call and did not wait for the peers then
-    Wait wait(c, 0, true);
+    Wait wait(c, text, inline_call);
     auto missing = [&](std::uint32_t p) {
       return !reached(c.entry(c.rank, p, c.epoch).epoch.load(std::memory_order_acquire), c.epoch);
     };

@@ -1,4 +1,5 @@
 // Which instruction set this CPU runs, asked once.
+#include <atomic>
 #include <cstring>
 
 #include "a2a.h"
@@ -19,13 +20,14 @@ const Simd* best() {
   return &kSimdPlain;
 }
 
-const Simd* chosen = nullptr;
+std::atomic<const Simd*> chosen{nullptr};
 
 }  // namespace
 
 const Simd& simd() {
-  if (!chosen) chosen = best();
-  return *chosen;
+  const Simd* simd = chosen.load(std::memory_order_relaxed);
+  if (!simd) chosen.store(simd = best(), std::memory_order_relaxed);
+  return *simd;
 }
 
 }  // namespace a2a
@@ -42,7 +44,7 @@ int a2a_select_isa(const char* name) {
 #endif
   for (const Simd* s : have)
     if (s && std::strcmp(s->name, name) == 0) {
-      chosen = s;
+      chosen.store(s, std::memory_order_relaxed);
       return 1;
     }
   return 0;

@@ -160,7 +160,7 @@ int a2a_moe_count(a2a_moe* m, uint32_t request, const void* ids, int ids_bytes, 
                                    : histogram(*m, static_cast<const std::int64_t*>(ids), tokens, mine, result);
   if (!fine) return kInvalid;
   lock(c, true);
-  int rc = begin_op(c);
+  int rc = begin_op(c, request % kTexts, true);
   if (rc == kOk) {
     std::memcpy(m->counts(c.rank), mine, m->counts_bytes());
     rc = exchange_tokens(*m, request, tokens, direct_base);

@@ -19,7 +19,7 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
         float* weight_grads) {
   Context& c = *m.c;
   const std::uint32_t P = c.world, me = c.rank;
-  if (int rc = begin_op(c)) return rc;
+  if (int rc = begin_op(c, request % kTexts, true)) return rc;
   if (int rc = exchange_tokens(m, request, tokens, 0)) return rc;
   TokenRows index;
   std::int64_t bad = 0;

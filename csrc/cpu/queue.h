@@ -17,6 +17,6 @@ struct Pair {
 
 // all_to_all_pairwise.cpp. The caller holds the lock.
 int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, bool inline_call);
-int refuse(Context& c, const Request& request, const char* why);
+int refuse(Context& c, const Request& request, const char* why, bool inline_call);
 
 }  // namespace a2a

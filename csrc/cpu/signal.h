@@ -278,7 +278,7 @@ class Wait {
 };
 
 // Begin an op: check that it may run, take the next epoch. `entries(peer, entry)` fills the line for a peer.
-int begin_op(Context& c);
+int begin_op(Context& c, std::uint32_t text, bool inline_call);
 // Wait for every peer's entry of the current epoch and compare digests.
 int await_entries(Context& c, const Request& request, bool inline_call);
 inline void post_entry(Context& c, std::uint32_t peer, std::uint32_t e) {

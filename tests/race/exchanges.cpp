@@ -152,12 +152,18 @@ int Exchanges::even(const Exchange& x) {
   return result;
 }
 
+std::string Exchanges::reason(const Exchange& x, std::uint32_t rank) {
+  return "rank " + std::to_string(rank) + " does not like exchange " + std::to_string(x.key) + std::string(x.key % 200, '!');
+}
+
 void Exchanges::call(const Exchange& x, bool alike) {
   const int result = alike && way_ == Way::kAny
                          ? even(x)
                          : a2a_all_to_all(r_.c, request_, x.out.data(), x.received.data(), x.in.data(), x.sent.data());
   expect_result(result, a2a_last_peer(r_.c), x.refusers);
-  if (result == a2a::kOk) check(x);
+  if (result == a2a::kOk) return check(x);
+  const std::string why = reason(x, a2a_last_peer(r_.c));
+  if (why != a2a_refusal(r_.c)) wrong("rank %u: the refusal says '%s', not '%s'", r_.rank, a2a_refusal(r_.c), why.c_str());
 }
 
 void Exchanges::finish_first() {
@@ -205,11 +211,11 @@ void Exchanges::step() {
   const bool refuses = x->refusers >> r_.rank & 1;
   if (!refuses) prepare(*x);
   if (async) {
-    x->ticket = refuses ? a2a_submit_refusal(r_.c, request_, "because, later")
+    x->ticket = refuses ? a2a_submit_refusal(r_.c, request_, reason(*x, r_.rank).c_str())
                         : a2a_submit(r_.c, request_, x->out.data(), x->received.data(), x->in.data(), x->sent.data());
     under_way_.push_back(std::move(x));
   } else if (refuses) {
-    r_.expect("the result of a refusal", a2a_refuse(r_.c, request_, "because"), a2a::kOk);
+    r_.expect("the result of a refusal", a2a_refuse(r_.c, request_, reason(*x, r_.rank).c_str()), a2a::kOk);
   } else {
     call(*x, alike);
   }

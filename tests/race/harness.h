@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -147,6 +148,7 @@ class Exchanges {
   int even(const Exchange& x);
   void call(const Exchange& x, bool alike);
   void gather();
+  static std::string reason(const Exchange& x, std::uint32_t rank);
   void expect_result(int result, std::uint32_t peer, std::uint32_t refusers) const;
   void check(const Exchange& x) const;
   void finish_first();
