@@ -289,11 +289,11 @@ def implicit(group: Any, op: str = "a2a", device_type: str = "cpu") -> Communica
 
     `op`: for errors.
     """
+    group = _resolve_group(group, op)
     key = implicit_key(group, device_type)
     known = _implicit.get(key)
     if known is not None and known[0]() is group and not known[1]._closed:
         return known[1]
-    group = _resolve_group(group, op)
     comm = communicator(group, device=device_type)
     _implicit[key] = (weakref.ref(group, lambda _: _forget(key)), comm)
     return comm

@@ -40,7 +40,7 @@ _MEANING = {
     "A2A_TIMEOUT_S": "seconds that a rank waits for a peer (default: the process group's own timeout)",
     "A2A_ALGORITHM": "algorithms to use instead of the planner's choice: op=name,op=name",
     "A2A_SPIN_US": "microseconds that a CPU rank spins before it yields (default: 30 with a core a rank, else 0)",
-    "A2A_STAGING_KB": "KiB of staging between each pair of CPU ranks (default: 512, less with many ranks)",
+    "A2A_STAGING_KB": "KiB of staging between each pair of CPU ranks (default: 1024, less with many ranks)",
     "A2A_CACHE_DIR": "folder for measured costs and compiled kernels (default: ~/.cache/a2a)",
 }
 

@@ -126,7 +126,7 @@ def _comm(group: Any, op: str, tensor: Any) -> Communicator:
     world = torch.distributed.group.WORLD if group is None else group
     device_type = "cuda" if getattr(tensor, "is_cuda", False) else "cpu"
     known = _implicit.get(id(world) if device_type == "cpu" else implicit_key(world, device_type))
-    if known is not None and (group is None or known[0]() is group) and not known[1]._closed:
+    if known is not None and known[0]() is world and not known[1]._closed:
         return known[1]
     return implicit(world, op, device_type)
 

@@ -58,7 +58,7 @@ _log = logging.getLogger("a2a")
 
 _PAGE = 4096
 _ARENA_BYTES = 64 << 20  # a rank; address space, not memory: pages come with the first touch
-_STAGING_KB = 512  # between each pair, up to 8 ranks
+_STAGING_KB = 1024  # between each pair, up to 4 ranks
 _POPULATE_BYTES = 64 << 20  # staging up to this size is touched when the communicator is made
 _AGREE = struct.Struct("<QQ160sI60I")
 
@@ -124,7 +124,7 @@ class CpuShm(Transport):
         self._arenas: list[_Arena] = []
         self._requests: dict[tuple[str, int], int] = {}
         self._renewed: list[Callable[[], None]] = []
-        staging = (config().staging_kb or max(64, min(_STAGING_KB, _STAGING_KB * 8 // self.world_size))) * 1024
+        staging = (config().staging_kb or max(64, min(_STAGING_KB, _STAGING_KB * 4 // self.world_size))) * 1024
         facts = local_facts()
         mine = json.dumps([staging, facts.to_json()]).encode()
         everyone = [json.loads(p) for p in wiring.exchange("cpu_shm/start", mine)]

@@ -39,7 +39,7 @@ A2A_API uint64_t a2a_failure(a2a_context*);  // 0, or cause << 48 | by << 32 | p
 A2A_API const char* a2a_cause_text(a2a_context*, uint32_t rank);
 A2A_API const char* a2a_request_text(a2a_context*, uint32_t rank, uint32_t text);
 A2A_API void a2a_fail(a2a_context*, uint32_t cause, uint32_t peer, const char* message);
-A2A_API uint32_t a2a_last_peer(a2a_context*);  // whose refusal the last kPeerRefused was about
+A2A_API uint32_t a2a_last_peer(a2a_context*);   // whose refusal the last kPeerRefused was about
 A2A_API const char* a2a_refusal(a2a_context*);  // and why
 A2A_API uint32_t a2a_peer_epoch(a2a_context*, uint32_t peer);
 A2A_API uint32_t a2a_epoch(a2a_context*);

@@ -68,8 +68,7 @@ void fail(Context& c, Cause cause, std::uint32_t peer, std::uint32_t text, const
   if (c.header().failure.compare_exchange_strong(none, pack_failure(cause, c.rank, peer, text),
                                                  std::memory_order_acq_rel)) {
     c.header().ok.store(0, std::memory_order_release);
-    for (std::uint32_t r = 0; r < c.world; r++)
-      if (r != c.rank) wake(c.bell(r));
+    for (std::uint32_t r = 0; r < c.world && !mutant(kSilentFailure); r++) wake(c.bell(r));  // this rank's other thread, too
   }
 }
 
@@ -133,9 +132,10 @@ int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
       failed();
       return kOk;
     }
-    bell.sleeping.store(1, std::memory_order_seq_cst);
+    if (!mutant(kLateFlag)) bell.sleeping.store(1, std::memory_order_seq_cst);
     asleep_ = true;
   } else {
+    if (mutant(kLateFlag)) sched_yield(), bell.sleeping.store(1, std::memory_order_seq_cst);
     const timespec slice{0, kSliceNs};
     futex(&bell.bell, FUTEX_WAIT, bell_, &slice);
   }
@@ -315,6 +315,7 @@ void a2a_destroy(a2a_context* h) {
   std::free(c->stats);
   std::free(c->requests);
   std::free(c->scratch);
+  std::free(c->bounce);
   c->~Context();
   std::free(c);
 }
@@ -347,6 +348,7 @@ void a2a_enable_reads(a2a_context* h, const int* pids) {
   c->pids = nullptr;
   if (!pids) return;
   c->pids = static_cast<int*>(std::malloc(c->world * sizeof(int)));
+  if (!c->bounce) c->bounce = static_cast<std::uint8_t*>(std::malloc(kBounce));
   std::memcpy(c->pids, pids, c->world * sizeof(int));
 }
 

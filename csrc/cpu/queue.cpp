@@ -57,7 +57,8 @@ void* progress(void* argument) {
     q.running = true;
     pthread_mutex_unlock(&q.mutex);
     pthread_mutex_lock(&q.op);
-    int rc = t->refusal ? refuse(c, t->request, t->refusal, false) : all_to_all_pairwise(c, t->request, t->pairs, false);
+    int rc =
+        t->refusal ? refuse(c, t->request, t->refusal, false) : all_to_all_pairwise(c, t->request, t->pairs, false);
     const std::uint32_t peer = c.last_peer;
     pthread_mutex_unlock(&q.op);
     pthread_mutex_lock(&q.mutex);

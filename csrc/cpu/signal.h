@@ -37,7 +37,10 @@ enum Mutant {
   kNoPublishBell = 13,
   kEarlyConsume = 14,
   kEarlyTake = 15,
-  kEarlyPublish = 16
+  kEarlyPublish = 16,
+  kSilentFailure = 17,
+  kTrustTorn = 18,
+  kLateFlag = 19
 };
 constexpr bool mutant(int which) { return A2A_MUTANT == which; }
 
@@ -59,6 +62,7 @@ constexpr std::uint64_t kPoison = ~0ull;  // digest of an entry whose rank refus
 constexpr std::uint32_t kTexts = 256;     // request descriptions kept per rank
 constexpr std::size_t kTextBytes = 192;
 constexpr std::size_t kCauseBytes = 1024;
+constexpr std::size_t kBounce = 256 << 10;
 
 struct alignas(kLine) Word {
   std::atomic<std::uint32_t> value;
@@ -80,8 +84,9 @@ struct alignas(kLine) Entry {
       in_address;  // symmetric address of what it sends; or, where peers may read this process, its plain address; or 0
   std::uint64_t out_address;  // symmetric address of where that peer may store, 0 if in ordinary memory
   std::uint64_t row_bytes;    // of dimension 0, 0 where rows mean nothing; two that are not 0 must agree
-  std::int64_t balance;       // all that it sends less all that it expects: zero over all ranks, or splits disagree somewhere
-  std::uint32_t text;         // which of the rank's request descriptions
+  std::int64_t
+      balance;         // all that it sends less all that it expects: zero over all ranks, or splits disagree somewhere
+  std::uint32_t text;  // which of the rank's request descriptions
   std::atomic<std::uint32_t> epoch;
 };
 static_assert(sizeof(Entry) == kLine, "an entry is one line");
@@ -172,12 +177,13 @@ struct Context {
   PeerStats* stats = nullptr;
   Request* requests = nullptr;  // the last kTexts that were registered
   std::uint32_t num_requests = 0;
-  std::uint32_t last_peer = 0;  // whose refusal the last kPeerRefused was about
-  char refusal[kCauseBytes] = {};     // and why
+  std::uint32_t last_peer = 0;     // whose refusal the last kPeerRefused was about
+  char refusal[kCauseBytes] = {};  // and why
   std::uint64_t ops = 0, bytes_pushed = 0, bytes_pulled = 0, bytes_staged = 0, bytes_eager = 0, bytes_read = 0;
   Segment segments[kMaxSegments];
   std::atomic<std::uint32_t> num_segments;
   std::uint8_t* scratch = nullptr;  // per-peer state of the running op
+  std::uint8_t* bounce = nullptr;   // kBounce bytes, once reads are enabled
   Queue* queue = nullptr;
 
   Context(std::uint32_t r, std::uint32_t w, std::size_t staging)
@@ -199,7 +205,9 @@ struct Context {
   char* text(std::uint32_t r, std::uint32_t index) {
     return reinterpret_cast<char*>(base + geo.texts) + (std::size_t(r) * kTexts + index % kTexts) * kTextBytes;
   }
-  char* cause_text(std::uint32_t r) { return reinterpret_cast<char*>(base + geo.causes) + std::size_t(r) * 3 * kCauseBytes; }
+  char* cause_text(std::uint32_t r) {
+    return reinterpret_cast<char*>(base + geo.causes) + std::size_t(r) * 3 * kCauseBytes;
+  }
   char* refusal_text(std::uint32_t r, std::uint32_t e) { return cause_text(r) + (1 + (e & 1)) * kCauseBytes; }
   std::uint8_t* eager(std::uint32_t to, std::uint32_t from, std::uint32_t e) {
     const std::uint32_t parity = mutant(kOneEager) ? 0 : (e & 1);

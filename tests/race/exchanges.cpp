@@ -44,14 +44,14 @@ Exchanges::~Exchanges() { drain(); }
 
 // Sizes lie around the thresholds, where ways and slots change.
 std::uint64_t Exchanges::draw_size(bool even) {
-  const std::uint64_t eager = r_.world.geo.eager_bytes, slot = r_.world.geo.slot_bytes, step = 512 << 10;
+  const std::uint64_t eager = r_.world.geo.eager_bytes, slot = r_.world.geo.slot_bytes;
   const std::uint32_t kind = r_.plan.below(64);
   const std::uint64_t jitter = r_.plan.below(3);
   if (way_ == Way::kEager || (way_ == Way::kAny && kind < 24)) {
     const std::uint64_t few[4] = {0, jitter, r_.plan.below(std::uint32_t(eager)), eager - jitter};
     return few[kind % 4];
   }
-  if (kind == 24 && !even && way_ != Way::kStaged) return step - 1 + jitter + r_.plan.below(2) * step;
+  if (kind == 24 && !even && way_ != Way::kStaged) return (std::uint64_t(512 << 10) << r_.plan.below(3)) - 1 + jitter;
   const std::uint64_t many[5] = {eager + 1 + jitter, slot - 1 + jitter, 4 * slot - 1 + jitter, 9 * slot + 5 * jitter,
                                  eager + 1 + r_.plan.below(std::uint32_t(14 * slot))};
   return many[kind % 5];
@@ -168,6 +168,13 @@ void Exchanges::call(const Exchange& x, bool alike) {
 
 void Exchanges::finish_first() {
   const Exchange& x = *under_way_.front();
+  if (under_way_.size() > 1 && !x.in.empty() && !x.refusers && r_.own.one_in(4)) {  // its ticket goes before it is done
+    a2a_release(x.ticket);
+    const std::unique_ptr<Exchange> forgotten = std::move(under_way_.front());
+    under_way_.erase(under_way_.begin());
+    finish_first();
+    return check(*forgotten);
+  }
   if (r_.own.one_in(2))
     while (a2a_test(x.ticket) == a2a::kPending) pause_a_moment(r_.own);
   int result;

@@ -5,6 +5,8 @@
 
 #include "harness.h"
 
+extern "C" __attribute__((weak)) void __tsan_init();  // there in a build for ThreadSanitizer
+
 namespace race {
 namespace {
 
@@ -271,6 +273,45 @@ void giving_up(std::uint64_t seed) {
   }
 }
 
+// A failure from elsewhere while large pieces are pulled and read. A rank that is told of it goes on and changes its input;
+// a rank that was reading it then must not report success.
+void torn(std::uint64_t seed) {
+  for (std::uint64_t round = 0; round < 10; round++) {
+    World world(mix(seed, round), 3, Sleep::kUntilRung, true);
+    std::atomic<bool> started{false};
+    std::thread troublemaker([&] {
+      Random random{mix(seed, round, 1)};
+      while (!started.load(std::memory_order_relaxed)) pause_a_moment(random);
+      for (std::uint32_t i = random.below(40); i; i--) pause_a_moment(random);
+      a2a_fail(world.context(0), a2a::kOverflow, 0, "from elsewhere");
+    });
+    world.run([&](Rank& r) {
+      const std::uint32_t request = std::uint32_t(a2a_request(r.c, kDigest, 0, "large pieces"));
+      const std::size_t each = 700'000;
+      const bool symmetric = r.plan.one_in(2);
+      std::uint8_t *in = (symmetric ? r.symmetric : r.ordinary).take(3 * each), *out = r.ordinary.take(3 * each);
+      std::vector<std::uint8_t> content(each);
+      int result = a2a::kOk;
+      for (std::uint64_t count = 0; !result; count++) {
+        for (std::uint32_t p = 0; p < 3; p++) {
+          pattern(content.data(), each, mix(count, r.rank, p));
+          std::memcpy(in + p * each, content.data(), each);
+        }
+        result = a2a_all_to_all_even(r.c, request, out, in, each);
+        if (result == a2a::kOk)
+          for (std::uint32_t p = 0; p < 3; p++) {
+            pattern(content.data(), each, mix(count, p, r.rank));
+            if (std::memcmp(content.data(), out + p * each, each) != 0) wrong("rank %u: exchange %llu was done, but is torn", r.rank, (unsigned long long)count);
+          }
+        started.store(true, std::memory_order_relaxed);
+      }
+      r.expect("the last result", result, a2a::kFailed);
+      if (!__tsan_init) std::memset(in, 0xdd, 3 * each);  // the data race that the readers find out about
+    });
+    troublemaker.join();
+  }
+}
+
 }  // namespace
 
 const std::vector<Scenario> kFailures = {
@@ -278,6 +319,7 @@ const std::vector<Scenario> kFailures = {
     {"closing", closing},
     {"disagreement", disagreement},
     {"giving_up", giving_up},
+    {"torn", torn},
 };
 
 }  // namespace race

@@ -65,6 +65,8 @@ Pages::~Pages() {
   munmap(data, bytes);
 }
 
+Arena::Arena(std::uint8_t* base, std::size_t size) : base_(base), size_(size), at_(size) { reset(); }
+
 std::uint8_t* Arena::take(std::size_t bytes, std::size_t align) {
   const std::size_t from = (at_ + align - 1) / align * align;
   if (from + bytes + 16 > size_) return nullptr;
@@ -77,8 +79,8 @@ std::uint8_t* Arena::take(std::size_t bytes, std::size_t align) {
 }
 
 void Arena::reset() {
+  if (__asan_poison_memory_region) __asan_poison_memory_region(base_, at_);
   at_ = 0;
-  if (__asan_poison_memory_region) __asan_poison_memory_region(base_, size_);
 }
 
 void Rank::expect(const char* what, std::int64_t got, std::int64_t wanted) const {

@@ -75,13 +75,13 @@ class Pages {
 // Pieces of memory one after the other. For AddressSanitizer, what has not been taken is out of bounds.
 class Arena {
  public:
-  Arena(std::uint8_t* base, std::size_t size) : base_(base), size_(size) { reset(); }
+  Arena(std::uint8_t* base, std::size_t size);
   std::uint8_t* take(std::size_t bytes, std::size_t align = 1);  // null when it is full
   void reset();
 
  private:
   std::uint8_t* base_;
-  std::size_t size_, at_ = 0;
+  std::size_t size_, at_;
 };
 
 class World;
@@ -116,7 +116,7 @@ class World {
   std::uint8_t* moe_memory(std::uint32_t r) const { return segments_[2].data + r * kStride; }  // symmetric, too
   static std::uint64_t moe_address(std::size_t offset) { return std::uint64_t(3) << 48 | offset; }
 
-  static constexpr std::size_t kStride = std::size_t(6) << 20;  // of symmetric memory, once a segment
+  static constexpr std::size_t kStride = std::size_t(12) << 20;  // of symmetric memory, once a segment
   const std::uint64_t seed;
   const std::size_t staging;
   const a2a::Geometry geo;

@@ -125,7 +125,7 @@ Stalls::~Stalls() {
 extern "C" {
 
 void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
-  race::maybe_pause(24, 160);
+  bytes < 65536 ? race::maybe_pause(24, 160) : race::maybe_pause(3, 6);
   return __real_memcpy(to, from, bytes);
 }
 
