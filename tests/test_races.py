@@ -130,7 +130,9 @@ class Build:
             flags.append(f"-DA2A_MUTANT={mutants()[mutant]}")
         command(["g++", *flags, "-c", str(source), "-o", str(target)])
 
-    def run(self, scenarios: tuple[str, ...], seeds: int, mutant: str = "kNoMutant") -> subprocess.CompletedProcess[str]:
+    def run(
+        self, scenarios: tuple[str, ...], seeds: int, mutant: str = "kNoMutant"
+    ) -> subprocess.CompletedProcess[str]:
         executable = self.executable(mutant)
         if not self._prefix:
             self._prefix = self._find_prefix(executable)
@@ -148,7 +150,9 @@ class Build:
 
     def _start(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **OPTIONS}
-        return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return subprocess.run(
+            arguments, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
 
 
 def command(arguments: list[str]) -> None:

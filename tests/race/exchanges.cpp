@@ -37,7 +37,10 @@ std::size_t first_difference(const std::uint8_t* a, const std::uint8_t* b, std::
 }  // namespace
 
 Exchanges::Exchanges(Rank& rank, Way way, bool async, bool refusals)
-    : r_(rank), way_(way), async_(async), refusals_(refusals),
+    : r_(rank),
+      way_(way),
+      async_(async),
+      refusals_(refusals),
       request_(std::uint32_t(a2a_request(rank.c, kDigest, 0, "exchange of bytes"))) {}
 
 Exchanges::~Exchanges() { drain(); }
@@ -145,7 +148,8 @@ int Exchanges::even(const Exchange& x) {
   for (std::uint32_t p = 0; p < r_.ranks; p++)
     if (each) std::memcpy(in + p * each, x.in[p], each);
   const a2a_even again = {r_.c, request_, each};
-  const int result = r_.own.one_in(2) ? a2a_all_to_all_again(&again, out, in) : a2a_all_to_all_even(r_.c, request_, out, in, each);
+  const int result =
+      r_.own.one_in(2) ? a2a_all_to_all_again(&again, out, in) : a2a_all_to_all_even(r_.c, request_, out, in, each);
   for (std::uint32_t p = 0; p < r_.ranks; p++)
     if (each) std::memcpy(x.out[p], out + p * each, each);
   if (all) std::memset(in, 0xdd, all);
@@ -153,7 +157,8 @@ int Exchanges::even(const Exchange& x) {
 }
 
 std::string Exchanges::reason(const Exchange& x, std::uint32_t rank) {
-  return "rank " + std::to_string(rank) + " does not like exchange " + std::to_string(x.key) + std::string(x.key % 200, '!');
+  return "rank " + std::to_string(rank) + " does not like exchange " + std::to_string(x.key) +
+         std::string(x.key % 200, '!');
 }
 
 void Exchanges::call(const Exchange& x, bool alike) {
@@ -163,7 +168,8 @@ void Exchanges::call(const Exchange& x, bool alike) {
   expect_result(result, a2a_last_peer(r_.c), x.refusers);
   if (result == a2a::kOk) return check(x);
   const std::string why = reason(x, a2a_last_peer(r_.c));
-  if (why != a2a_refusal(r_.c)) wrong("rank %u: the refusal says '%s', not '%s'", r_.rank, a2a_refusal(r_.c), why.c_str());
+  if (why != a2a_refusal(r_.c))
+    wrong("rank %u: the refusal says '%s', not '%s'", r_.rank, a2a_refusal(r_.c), why.c_str());
 }
 
 void Exchanges::finish_first() {
@@ -178,7 +184,8 @@ void Exchanges::finish_first() {
   if (r_.own.one_in(2))
     while (a2a_test(x.ticket) == a2a::kPending) pause_a_moment(r_.own);
   int result;
-  while ((result = a2a_wait(x.ticket, 0.05)) == a2a::kPending) {}
+  while ((result = a2a_wait(x.ticket, 0.05)) == a2a::kPending) {
+  }
   if (x.in.empty()) {
     r_.expect("the result of this rank's refusal", result, a2a::kOk);
   } else {
@@ -198,10 +205,12 @@ void Exchanges::gather() {
   const std::size_t bytes = r_.plan.below(std::uint32_t(3 * r_.world.geo.eager_bytes));
   std::vector<std::uint8_t> in(bytes + 1), out(bytes * r_.ranks + 1), content(bytes + 1);
   write_piece(in.data(), bytes, mix(key, r_.rank));
-  r_.expect("the result of all_gather_small", a2a_all_gather_small(r_.c, request_, out.data(), in.data(), bytes), a2a::kOk);
+  r_.expect("the result of all_gather_small", a2a_all_gather_small(r_.c, request_, out.data(), in.data(), bytes),
+            a2a::kOk);
   for (std::uint32_t p = 0; p < r_.ranks; p++) {
     pattern(content.data(), bytes, mix(key, p));
-    if (bytes && std::memcmp(out.data() + p * bytes, content.data(), bytes) != 0) wrong("rank %u: all_gather_small from rank %u", r_.rank, p);
+    if (bytes && std::memcmp(out.data() + p * bytes, content.data(), bytes) != 0)
+      wrong("rank %u: all_gather_small from rank %u", r_.rank, p);
   }
 }
 
@@ -210,7 +219,8 @@ void Exchanges::step() {
   const bool alike = r_.plan.one_in(3), async = async_ && r_.plan.one_in(2);
   pause_a_moment(r_.own);
   if (kind == 0 && way_ == Way::kAny) return gather();
-  if (kind == 1 && way_ == Way::kAny) return r_.expect("the result of a barrier", a2a_barrier(r_.c, request_), a2a::kOk);
+  if (kind == 1 && way_ == Way::kAny)
+    return r_.expect("the result of a barrier", a2a_barrier(r_.c, request_), a2a::kOk);
   if (kind == 2) drain();
   if (under_way_.size() >= 6) finish_first();
   std::unique_ptr<Exchange> x = draw(alike);

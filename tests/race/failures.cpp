@@ -33,7 +33,10 @@ struct Calls {
   std::uint64_t count = 0;
 
   explicit Calls(Rank& r_, std::uint64_t digest = kDigest, std::uint64_t row_bytes = 0)
-      : r(r_), request(std::uint32_t(a2a_request(r.c, digest, row_bytes, "a call"))), ids(kTokens), x(kTokens * kHidden, 1) {
+      : r(r_),
+        request(std::uint32_t(a2a_request(r.c, digest, row_bytes, "a call"))),
+        ids(kTokens),
+        x(kTokens * kHidden, 1) {
     std::vector<std::int32_t> owner(r.ranks);
     for (std::uint32_t e = 0; e < r.ranks; e++) owner[e] = std::int32_t(e);
     for (std::uint32_t t = 0; t < kTokens; t++) ids[t] = std::int32_t(t % r.ranks);
@@ -49,7 +52,8 @@ struct Calls {
     for (std::uint32_t p = 0; p < r.ranks; p++) pattern(in.data() + p * each, each, mix(count, r.rank, p));
     std::vector<const void*> from;
     std::vector<void*> to;
-    for (std::uint32_t p = 0; p < r.ranks; p++) from.push_back(in.data() + p * each), to.push_back(out.data() + p * (each + more));
+    for (std::uint32_t p = 0; p < r.ranks; p++)
+      from.push_back(in.data() + p * each), to.push_back(out.data() + p * (each + more));
     std::vector<std::uint64_t> sent(r.ranks, each), received(r.ranks, each);
     for (std::uint32_t p = 0; p < r.ranks; p++)
       if (p != r.rank) received[p] += more;
@@ -58,7 +62,8 @@ struct Calls {
     std::vector<std::uint8_t> content(each);
     for (std::uint32_t p = 0; p < r.ranks; p++) {
       pattern(content.data(), each, mix(count, p, r.rank));
-      if (std::memcmp(content.data(), to[p], each) != 0) wrong("rank %u: exchange %llu was done, but is wrong", r.rank, (unsigned long long)count);
+      if (std::memcmp(content.data(), to[p], each) != 0)
+        wrong("rank %u: exchange %llu was done, but is wrong", r.rank, (unsigned long long)count);
     }
     return result;
   }
@@ -71,8 +76,9 @@ struct Calls {
     std::vector<float> y(rows * kHidden), weights(rows);
     std::vector<std::int32_t> rank(rows), token(rows), k(rows);
     std::int32_t end, overflow;
-    const a2a_moe_rows where = {y.data(), nullptr, weights.data(), rank.data(), token.data(), k.data(), nullptr, &end,
-                                &overflow, result[0], result[0], -1, 0, 0, 0};
+    const a2a_moe_rows where = {y.data(), nullptr,   weights.data(), rank.data(), token.data(), k.data(), nullptr,
+                                &end,     &overflow, result[0],      result[0],   -1,           0,        0,
+                                0};
     return a2a_moe_dispatch(moe, request, x.data(), nullptr, ids.data(), 4, nullptr, kTokens, &where);
   }
 
@@ -83,20 +89,28 @@ struct Calls {
   int combine(std::int32_t row_token = 0) {
     std::vector<float> row(kHidden, 1), y(kTokens * kHidden);
     const std::int32_t rank = 0, k = 0;
-    return a2a_moe_combine(moe, request, row.data(), 1, nullptr, &rank, &row_token, &k, nullptr, nullptr, y.data(), nullptr, kTokens);
+    return a2a_moe_combine(moe, request, row.data(), 1, nullptr, &rank, &row_token, &k, nullptr, nullptr, y.data(),
+                           nullptr, kTokens);
   }
 
   int any(std::uint32_t kind) {
     switch (kind % 6) {
-      case 0: return exchange(false);
-      case 1: return exchange(true);
-      case 2: return dispatch();
-      case 3: return combine();
-      case 4: return spread();
+      case 0:
+        return exchange(false);
+      case 1:
+        return exchange(true);
+      case 2:
+        return dispatch();
+      case 3:
+        return combine();
+      case 4:
+        return spread();
       default: {
-        a2a_ticket* ticket = a2a_submit(r.c, request, nullptrs().data(), zeros().data(), const_nullptrs().data(), zeros().data());
+        a2a_ticket* ticket =
+            a2a_submit(r.c, request, nullptrs().data(), zeros().data(), const_nullptrs().data(), zeros().data());
         int result;
-        while ((result = a2a_wait(ticket, 0.05)) == a2a::kPending) {}
+        while ((result = a2a_wait(ticket, 0.05)) == a2a::kPending) {
+        }
         a2a_release(ticket);
         return result;
       }
@@ -108,7 +122,8 @@ struct Calls {
 
   // Whatever is called from now on fails at once, whoever else comes.
   void stays_broken() {
-    for (std::uint32_t kind = 0; kind < 6; kind++) r.expect("the result of a call after a failure", any(kind), a2a::kFailed);
+    for (std::uint32_t kind = 0; kind < 6; kind++)
+      r.expect("the result of a call after a failure", any(kind), a2a::kFailed);
     r.expect("the result of a refusal after a failure", a2a_refuse(r.c, request, "late"), a2a::kFailed);
     r.expect("the ok word after a failure", __atomic_load_n(a2a_ok_word(r.c), __ATOMIC_ACQUIRE), 0);
   }
@@ -135,7 +150,8 @@ void undisturbed(std::uint64_t seed, Body body) {
 // A rank never comes, to a call of any kind; or it comes to the first half of a dispatch only.
 void absent(std::uint64_t any_seed) {
   undisturbed(any_seed, [&](std::uint64_t seed, Stalls& stalls) {
-    const std::uint32_t ranks = ranks_of(seed), missing = std::uint32_t(mix(seed, 1) % ranks), kind = std::uint32_t(mix(seed, 2) % 7);
+    const std::uint32_t ranks = ranks_of(seed), missing = std::uint32_t(mix(seed, 1) % ranks),
+                        kind = std::uint32_t(mix(seed, 2) % 7);
     std::vector<std::string> problems(ranks);
     World world(seed, ranks, Sleep::kSlices);
     constexpr double kTimeoutS = 0.2;
@@ -151,12 +167,14 @@ void absent(std::uint64_t any_seed) {
       } else {
         r.expect("the result without a rank", kind == 6 ? calls.dispatch() : calls.any(kind), a2a::kFailed);
         const double took = now_s() - start - stalls.seconds();
-        if (took > kTimeoutS + kSoonS) problems[r.rank] = "it took " + std::to_string(took) + " s to notice a missing rank";
+        if (took > kTimeoutS + kSoonS)
+          problems[r.rank] = "it took " + std::to_string(took) + " s to notice a missing rank";
       }
       const Record record(r.c);
       if (record.cause != a2a::kTimeout || record.peer != missing || record.by == missing)
-        problems[r.rank] = "rank " + std::to_string(missing) + " is missing; recorded: cause " + std::to_string(record.cause) +
-                           ", peer " + std::to_string(record.peer) + ", by " + std::to_string(record.by);
+        problems[r.rank] = "rank " + std::to_string(missing) + " is missing; recorded: cause " +
+                           std::to_string(record.cause) + ", peer " + std::to_string(record.peer) + ", by " +
+                           std::to_string(record.by);
       calls.stays_broken();
     });
     for (const std::string& problem : problems)
@@ -168,7 +186,8 @@ void absent(std::uint64_t any_seed) {
 // A rank closes instead of calling, perhaps with calls of its own under way that nobody else will come to.
 void closing(std::uint64_t any_seed) {
   undisturbed(any_seed, [&](std::uint64_t seed, Stalls& stalls) {
-    const std::uint32_t ranks = ranks_of(seed), leaver = std::uint32_t(mix(seed, 1) % ranks), kind = std::uint32_t(mix(seed, 2) % 6);
+    const std::uint32_t ranks = ranks_of(seed), leaver = std::uint32_t(mix(seed, 1) % ranks),
+                        kind = std::uint32_t(mix(seed, 2) % 6);
     const std::uint32_t queued = std::uint32_t(mix(seed, 3) % 3);
     std::vector<std::string> problems(ranks);
     World world(seed, ranks, Sleep::kSlices);
@@ -201,7 +220,8 @@ void closing(std::uint64_t any_seed) {
       }
       while (!a2a_failure(r.c)) pause_a_moment(r.own);
       const Record record(r.c);
-      if (record.cause != a2a::kClosed || record.peer != leaver) problems[r.rank] = "the wrong rank is said to have closed";
+      if (record.cause != a2a::kClosed || record.peer != leaver)
+        problems[r.rank] = "the wrong rank is said to have closed";
     });
     for (const std::string& problem : problems)
       if (!problem.empty()) return problem;
@@ -225,9 +245,11 @@ void disagreement(std::uint64_t seed) {
       r.expect("the result of a call that differs", result, a2a::kFailed);
       const Record record(r.c);
       r.expect("the cause", record.cause, what == 2 ? a2a::kSplits : a2a::kMismatch);
-      if (record.by != odd && record.peer != odd) wrong("rank %u: the wrong ranks are said to differ: %u, %u", r.rank, record.by, record.peer);
+      if (record.by != odd && record.peer != odd)
+        wrong("rank %u: the wrong ranks are said to differ: %u, %u", r.rank, record.by, record.peer);
       const std::string text = a2a_cause_text(r.c, record.by);
-      if (text.find("rank " + std::to_string(record.by)) == std::string::npos) wrong("rank %u: strange text: %s", r.rank, text.c_str());
+      if (text.find("rank " + std::to_string(record.by)) == std::string::npos)
+        wrong("rank %u: strange text: %s", r.rank, text.c_str());
       calls.stays_broken();
     });
   }
@@ -239,7 +261,8 @@ thread_local bool interrupt_me = false;
 void giving_up(std::uint64_t seed) {
   const std::uint32_t ranks = ranks_of(seed), who = std::uint32_t(mix(seed, 1) % ranks);
   for (int how = 0; how < 3; how++) {
-    World world(mix(seed, how), ranks, how == 1 ? Sleep::kSlices : Sleep::kUntilRung, false, [] { return int(interrupt_me); });
+    World world(mix(seed, how), ranks, how == 1 ? Sleep::kSlices : Sleep::kUntilRung, false,
+                [] { return int(interrupt_me); });
     world.run([&](Rank& r) {
       Calls calls(r);
       good_calls(r, calls);
@@ -267,7 +290,8 @@ void giving_up(std::uint64_t seed) {
       const Record record(r.c);
       r.expect("the cause", record.cause, how == 0 ? a2a::kOverflow : how == 1 ? a2a::kInterrupted : a2a::kRefused);
       r.expect("who gave up", record.by, who);
-      if (how == 0 && std::strcmp(a2a_cause_text(r.c, who), "too many rows") != 0) wrong("rank %u: another text", r.rank);
+      if (how == 0 && std::strcmp(a2a_cause_text(r.c, who), "too many rows") != 0)
+        wrong("rank %u: another text", r.rank);
       calls.stays_broken();
     });
   }
@@ -301,7 +325,8 @@ void torn(std::uint64_t seed) {
         if (result == a2a::kOk)
           for (std::uint32_t p = 0; p < 3; p++) {
             pattern(content.data(), each, mix(count, p, r.rank));
-            if (std::memcmp(content.data(), out + p * each, each) != 0) wrong("rank %u: exchange %llu was done, but is torn", r.rank, (unsigned long long)count);
+            if (std::memcmp(content.data(), out + p * each, each) != 0)
+              wrong("rank %u: exchange %llu was done, but is torn", r.rank, (unsigned long long)count);
           }
         started.store(true, std::memory_order_relaxed);
       }
@@ -315,11 +340,7 @@ void torn(std::uint64_t seed) {
 }  // namespace
 
 const std::vector<Scenario> kFailures = {
-    {"absent", absent},
-    {"closing", closing},
-    {"disagreement", disagreement},
-    {"giving_up", giving_up},
-    {"torn", torn},
+    {"absent", absent}, {"closing", closing}, {"disagreement", disagreement}, {"giving_up", giving_up}, {"torn", torn},
 };
 
 }  // namespace race

@@ -1,12 +1,12 @@
 #include "harness.h"
 
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <sched.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 // There in a build for AddressSanitizer.
 extern "C" __attribute__((weak)) void __asan_poison_memory_region(const volatile void*, std::size_t);
@@ -27,7 +27,8 @@ void announce(const char* name, std::uint64_t seed) {
 
 void wrong(const char* format, ...) {
   char text[2048];
-  int n = std::snprintf(text, sizeof text, "WRONG in scenario %s, seed %llu: ", scenario, (unsigned long long)scenario_seed);
+  int n = std::snprintf(text, sizeof text, "WRONG in scenario %s, seed %llu: ", scenario,
+                        (unsigned long long)scenario_seed);
   va_list arguments;
   va_start(arguments, format);
   n += std::vsnprintf(text + n, sizeof text - std::size_t(n), format, arguments);
@@ -57,7 +58,8 @@ void pattern(std::uint8_t* out, std::size_t bytes, std::uint64_t key) {
 }
 
 Pages::Pages(std::size_t n)
-    : data(static_cast<std::uint8_t*>(mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))), bytes(n) {
+    : data(static_cast<std::uint8_t*>(mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
+      bytes(n) {
   if (data == MAP_FAILED) wrong("no memory");
 }
 Pages::~Pages() {
@@ -102,14 +104,23 @@ World::World(std::uint64_t s, std::uint32_t ranks, Sleep sleep, bool reads, int 
   a2a_format(control_.data, ranks, staging, 0u - std::uint32_t(mix(s, 12) % 40));
   const double spin_us[4] = {0, 0, 3, 40};
   for (std::uint32_t r = 0; r < ranks; r++) {
-    a2a_context* c = a2a_attach(control_.data, 0, r, ranks, staging, nullptr, 2, spin_us[mix(s, 13) % 4], 1000, interrupted);
+    a2a_context* c =
+        a2a_attach(control_.data, 0, r, ranks, staging, nullptr, 2, spin_us[mix(s, 13) % 4], 1000, interrupted);
     if (!c) wrong("rank %u can't attach", r);
     for (const Pages& segment : segments_)
-      if (a2a_add_segment(c, segment.data, kStride) != &segment - segments_) wrong("a2a_add_segment gave another index");
+      if (a2a_add_segment(c, segment.data, kStride) != &segment - segments_)
+        wrong("a2a_add_segment gave another index");
     if (reads) a2a_enable_reads(c, std::vector<int>(ranks, getpid()).data());
     auto arena = [r](const Pages& pages) { return Arena(pages.data + r * kStride, kStride); };
-    ranks_.emplace_back(new Rank{*this, c, r, ranks, {mix(s, 14)}, {mix(s, 15, r + 1)}, arena(segments_[0]),
-                                 arena(segments_[1]), arena(ordinary_)});
+    ranks_.emplace_back(new Rank{*this,
+                                 c,
+                                 r,
+                                 ranks,
+                                 {mix(s, 14)},
+                                 {mix(s, 15, r + 1)},
+                                 arena(segments_[0]),
+                                 arena(segments_[1]),
+                                 arena(ordinary_)});
   }
 }
 

@@ -111,7 +111,7 @@ class World {
   World(const World&) = delete;
 
   void run(const std::function<void(Rank&)>& body);  // on one thread a rank; all are joined
-  void meet();  // the ranks wait for each other, without ordering any access
+  void meet();                                       // the ranks wait for each other, without ordering any access
   a2a_context* context(std::uint32_t r) const { return ranks_[r]->c; }
   std::uint8_t* moe_memory(std::uint32_t r) const { return segments_[2].data + r * kStride; }  // symmetric, too
   static std::uint64_t moe_address(std::size_t offset) { return std::uint64_t(3) << 48 | offset; }

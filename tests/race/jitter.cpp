@@ -1,15 +1,15 @@
 // Random delays inside the kernels, and sleep without looking around. The linker sends every memcpy and syscall of this
 // program here (--wrap), so that the kernels are compiled from their sources as they are.
-#include <cerrno>
-#include <cstdarg>
-#include <cstdio>
-#include <cstdlib>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
 
 #include "harness.h"
 
@@ -79,7 +79,8 @@ long wait_until_rung(void* word, std::uint32_t value) {
 
 void maybe_pause(std::uint32_t yield_in, std::uint32_t sleep_in) {
   if (jitter.one_in(sleep_in))
-    sleep_ns(long(jitter.below(jitter.one_in(16) ? 4'000'000 : 200'000)));  // now and then, others get far ahead meanwhile
+    sleep_ns(
+        long(jitter.below(jitter.one_in(16) ? 4'000'000 : 200'000)));  // now and then, others get far ahead meanwhile
   else if (jitter.one_in(yield_in))
     sched_yield();
 }

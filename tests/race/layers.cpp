@@ -71,7 +71,8 @@ struct Shape {
   }
   std::vector<float> row(std::uint64_t key, bool travels_in_wire) const {
     std::vector<float> values(hidden);
-    for (std::uint32_t c = 0; c < hidden; c++) values[c] = travels_in_wire && wire && c % block() == 0 ? 448 : small(key, c);
+    for (std::uint32_t c = 0; c < hidden; c++)
+      values[c] = travels_in_wire && wire && c % block() == 0 ? 448 : small(key, c);
     return values;
   }
 };
@@ -84,23 +85,33 @@ struct Plan {
   std::vector<std::vector<std::int64_t>> position;  // the same: row at the expert's owner; -1: none, or dropped
   std::vector<std::vector<std::int64_t>> compact;   // of the owner: [all tokens], or -1
   std::vector<std::int64_t> padded, rows, distinct, dropped;
-  std::vector<std::int64_t> true_rows, end;         // of each expert
-  std::vector<std::uint32_t> first;                 // all tokens: where each rank's begin
+  std::vector<std::int64_t> true_rows, end;  // of each expert
+  std::vector<std::uint32_t> first;          // all tokens: where each rank's begin
 
   Plan(const Shape& shape, std::uint32_t ranks, std::uint64_t k)
-      : key(k), padded(ranks), rows(ranks), distinct(ranks), dropped(ranks), true_rows(shape.experts), end(shape.experts) {
+      : key(k),
+        padded(ranks),
+        rows(ranks),
+        distinct(ranks),
+        dropped(ranks),
+        true_rows(shape.experts),
+        end(shape.experts) {
     Random random{mix(key, 77)};
     const bool nobody = random.one_in(12), full = random.one_in(3), skewed = random.one_in(3);
     const std::uint32_t favourite = random.below(shape.experts);
     std::uint32_t all = 0;
     for (std::uint32_t s = 0; s < ranks; s++) {
-      const std::uint32_t n = nobody || random.one_in(6) ? 0 : full ? shape.max_tokens : random.below(shape.max_tokens + 1);
+      const std::uint32_t n = nobody || random.one_in(6) ? 0
+                              : full                     ? shape.max_tokens
+                                                         : random.below(shape.max_tokens + 1);
       tokens.push_back(n);
       first.push_back(all);
       all += n;
       ids.emplace_back(n * shape.top_k);
       position.emplace_back(n * shape.top_k, -1);
-      for (auto& id : ids.back()) id = random.one_in(9) ? -1 : std::int32_t(skewed && !random.one_in(4) ? favourite : random.below(shape.experts));
+      for (auto& id : ids.back())
+        id =
+            random.one_in(9) ? -1 : std::int32_t(skewed && !random.one_in(4) ? favourite : random.below(shape.experts));
     }
     for (std::uint32_t r = 0; r < ranks; r++) {
       for (std::uint32_t e = 0; e < shape.experts; e++) {
@@ -144,9 +155,10 @@ struct Layers::Layer {
   std::vector<std::int32_t> rank, token, k, index, offsets;
 
   Layer(Rank& r_, std::size_t number) : r(r_), shape(r_.plan, r_.ranks, number), counts_at(number * kCountsBytes) {
-    moe = a2a_moe_create(r.c, shape.experts, shape.top_k, shape.hidden, shape.max_tokens, shape.dtype, shape.alignment, shape.wire,
-                         shape.wire_combine, shape.owner.data(), World::moe_address(counts_at));
-    for (std::uint32_t i = 0; i < 4; i++) request[i] = std::uint32_t(a2a_request(r.c, kDigest + 4 * number + i, 0, "a layer"));
+    moe = a2a_moe_create(r.c, shape.experts, shape.top_k, shape.hidden, shape.max_tokens, shape.dtype, shape.alignment,
+                         shape.wire, shape.wire_combine, shape.owner.data(), World::moe_address(counts_at));
+    for (std::uint32_t i = 0; i < 4; i++)
+      request[i] = std::uint32_t(a2a_request(r.c, kDigest + 4 * number + i, 0, "a layer"));
   }
   ~Layer() { a2a_moe_destroy(moe); }
 
@@ -161,9 +173,9 @@ struct Layers::Layer {
     std::vector<std::uint8_t> wanted(shape.row_bytes());
     shape.store(wanted.data(), values);
     if (std::memcmp(got, wanted.data(), wanted.size()) != 0)
-      wrong("rank %u: %s: row %lld is wrong (hidden %u, top_k %u, %s, wire %u%s%s, epoch %u)", r.rank, what, (long long)at,
-            shape.hidden, shape.top_k, shape.dtype ? "bfloat16" : "float32", shape.wire, shape.rows_wire ? ", kept" : "",
-            shape.compact ? ", compact" : "", a2a_epoch(r.c));
+      wrong("rank %u: %s: row %lld is wrong (hidden %u, top_k %u, %s, wire %u%s%s, epoch %u)", r.rank, what,
+            (long long)at, shape.hidden, shape.top_k, shape.dtype ? "bfloat16" : "float32", shape.wire,
+            shape.rows_wire ? ", kept" : "", shape.compact ? ", compact" : "", a2a_epoch(r.c));
   }
 
   // This rank's tokens, as `dispatch` takes them. With scales: quantised by the caller.
@@ -201,12 +213,13 @@ struct Layers::Layer {
       if (n) {  // an id out of range is found before anything is posted
         std::vector<std::int32_t> bad = ids;
         bad.back() = std::int32_t(shape.experts);
-        r.expect("the result for a bad id", a2a_moe_count(moe, request[0], bad.data(), 4, n, 0, result.data()), a2a::kInvalid);
+        r.expect("the result for a bad id", a2a_moe_count(moe, request[0], bad.data(), 4, n, 0, result.data()),
+                 a2a::kInvalid);
       }
       return r.expect("the result of a refusal", a2a_refuse(r.c, request[0], "no dispatch"), a2a::kOk);
     }
-    const int counted = a2a_moe_count(moe, request[0], ids_pointer, use_wide ? 8 : 4, n, direct ? World::moe_address(pool_at) : 0,
-                                      result.data());
+    const int counted = a2a_moe_count(moe, request[0], ids_pointer, use_wide ? 8 : 4, n,
+                                      direct ? World::moe_address(pool_at) : 0, result.data());
     if (refuser < r.ranks) {
       r.expect("the result of a refused count", counted, a2a::kPeerRefused);
       return r.expect("who refused", a2a_last_peer(r.c), refuser);
@@ -234,28 +247,32 @@ struct Layers::Layer {
     const std::vector<std::uint8_t> x = tokens(1, quantised ? &x_scales : nullptr);
     std::vector<float> w;
     for (std::uint32_t i = 0; i < n * K; i++) w.push_back(weight(r.rank, i / K, i % K));
-    const a2a_moe_rows out = {rows, scales.data(), weights.data(), rank.data(), token.data(), k.data(), index.data(),
-                              offsets.data(), &overflow, capacity, height, shape.limit, shape.rows_wire, shape.compact, direct};
+    const a2a_moe_rows out = {rows,     scales.data(), weights.data(),  rank.data(),   token.data(),
+                              k.data(), index.data(),  offsets.data(),  &overflow,     capacity,
+                              height,   shape.limit,   shape.rows_wire, shape.compact, direct};
     r.expect("the result of dispatch",
-             a2a_moe_dispatch(moe, request[0], x.data(), quantised ? x_scales.data() : nullptr, ids_pointer, use_wide ? 8 : 4,
-                              given_weights() ? w.data() : nullptr, n, &out),
+             a2a_moe_dispatch(moe, request[0], x.data(), quantised ? x_scales.data() : nullptr, ids_pointer,
+                              use_wide ? 8 : 4, given_weights() ? w.data() : nullptr, n, &out),
              a2a::kOk);
     r.expect("overflow", overflow, plan->dropped[r.rank]);
     local = 0;
     for (std::uint32_t e = 0; e < shape.experts; e++)
       if (mine(std::int32_t(e))) r.expect("the end of an expert", offsets[local++], std::min(plan->end[e], capacity));
     check_rows(rows, scales);
-    if (direct && capacity) std::memset(rows, 0xee, std::size_t(capacity) * row_size);  // the tensor dies, its memory goes to the next
+    if (direct && capacity)
+      std::memset(rows, 0xee, std::size_t(capacity) * row_size);  // the tensor dies, its memory goes to the next
   }
 
-  void check_row(const std::uint8_t* rows, const std::vector<std::uint8_t>& scales, std::int64_t at, const std::vector<float>& values) const {
+  void check_row(const std::uint8_t* rows, const std::vector<std::uint8_t>& scales, std::int64_t at,
+                 const std::vector<float>& values) const {
     if (!shape.rows_wire) return compare("dispatch", rows + std::size_t(at) * shape.row_bytes(), values, at);
     std::vector<std::uint8_t> q;
     for (float f : values) q.push_back(to_e4m3(f));
     const std::size_t bytes = shape.blocks() * shape.scale_bytes();
     if (std::memcmp(rows + std::size_t(at) * shape.hidden, q.data(), q.size()) != 0 ||
         std::memcmp(scales.data() + std::size_t(at) * bytes, ones(1).data(), bytes) != 0)
-      wrong("rank %u: dispatch: row %lld of wire %u is wrong (hidden %u)", r.rank, (long long)at, shape.wire, shape.hidden);
+      wrong("rank %u: dispatch: row %lld of wire %u is wrong (hidden %u)", r.rank, (long long)at, shape.wire,
+            shape.hidden);
   }
 
   void check_rows(const std::uint8_t* rows, const std::vector<std::uint8_t>& scales) const {
@@ -270,7 +287,8 @@ struct Layers::Layer {
         r.expect("row_rank", rank[row], s);
         r.expect("row_token", token[row], t);
         r.expect("row_k", k[row], i % shape.top_k);
-        if (weights[row] != (given_weights() ? weight(s, t, i % shape.top_k) : 1)) wrong("rank %u: weight of row %lld", r.rank, (long long)at);
+        if (weights[row] != (given_weights() ? weight(s, t, i % shape.top_k) : 1))
+          wrong("rank %u: weight of row %lld", r.rank, (long long)at);
         const std::int64_t lies_at = shape.compact ? plan->compact[r.rank][plan->first[s] + t] : at;
         if (shape.compact) r.expect("row_index", index[row], lies_at);
         check_row(rows, scales, lies_at, shape.row(row_key(1, s, t), true));
@@ -282,7 +300,8 @@ struct Layers::Layer {
       r.expect("row_token of padding", token[row], -1);
       r.expect("row_k of padding", k[row], -1);
       if (weights[row] != 0) wrong("rank %u: padding has a weight", r.rank);
-      if (!shape.compact && std::int64_t(row) < used) check_row(rows, scales, std::int64_t(row), std::vector<float>(shape.hidden, 0));
+      if (!shape.compact && std::int64_t(row) < used)
+        check_row(rows, scales, std::int64_t(row), std::vector<float>(shape.hidden, 0));
     }
   }
 
@@ -292,7 +311,8 @@ struct Layers::Layer {
     for (std::size_t row = 0; row < std::size_t(capacity); row++)
       if (rank[row] >= 0)
         shape.store(rows.data() + row * shape.row_bytes(),
-                    shape.row(row_key(salt, std::uint32_t(rank[row]), std::uint32_t(token[row]), std::uint32_t(k[row])), false));
+                    shape.row(row_key(salt, std::uint32_t(rank[row]), std::uint32_t(token[row]), std::uint32_t(k[row])),
+                              false));
     return rows;
   }
 
@@ -301,8 +321,8 @@ struct Layers::Layer {
     const std::vector<std::uint8_t> rows = expert_rows(salt);
     std::vector<std::uint8_t> y(n * shape.row_bytes() + 1, 0xee);
     r.expect("the result of combine",
-             a2a_moe_combine(moe, request[1], rows.data(), capacity, weighted ? weights.data() : nullptr, rank.data(), token.data(),
-                             k.data(), nullptr, nullptr, y.data(), nullptr, n),
+             a2a_moe_combine(moe, request[1], rows.data(), capacity, weighted ? weights.data() : nullptr, rank.data(),
+                             token.data(), k.data(), nullptr, nullptr, y.data(), nullptr, n),
              a2a::kOk);
     for (std::uint32_t t = 0; t < n; t++) {
       std::vector<float> sum(shape.hidden, 0);
@@ -324,12 +344,14 @@ struct Layers::Layer {
       rows.assign(std::size_t(plan->distinct[r.rank]) * shape.row_bytes() + 1, 0xee);
       for (std::size_t row = 0; row < std::size_t(capacity); row++)
         if (rank[row] >= 0)
-          shape.store(rows.data() + std::size_t(index[row]) * shape.row_bytes(),
-                      shape.row(row_key(salt, std::uint32_t(rank[row]), std::uint32_t(token[row]), 50 + r.rank), false));
+          shape.store(
+              rows.data() + std::size_t(index[row]) * shape.row_bytes(),
+              shape.row(row_key(salt, std::uint32_t(rank[row]), std::uint32_t(token[row]), 50 + r.rank), false));
     }
     std::vector<float> grads(std::size_t(capacity) + 1), home(n * K + 1, -9);
     for (std::size_t row = 0; row < std::size_t(capacity); row++)
-      if (rank[row] >= 0) grads[row] = 1 + weight(std::uint32_t(rank[row]), std::uint32_t(token[row]), std::uint32_t(k[row]) + 40);
+      if (rank[row] >= 0)
+        grads[row] = 1 + weight(std::uint32_t(rank[row]), std::uint32_t(token[row]), std::uint32_t(k[row]) + 40);
     std::vector<std::uint8_t> y(n * shape.row_bytes() + 1, 0xee);
     r.expect("the result of dispatch_backward",
              a2a_moe_combine(moe, request[2], rows.data(), capacity, nullptr, rank.data(), token.data(), k.data(),
@@ -341,12 +363,14 @@ struct Layers::Layer {
       for (std::uint32_t kk = 0; kk < K; kk++) {
         const bool there = plan->position[r.rank][t * K + kk] >= 0;
         const float wanted = there ? 1 + weight(r.rank, t, kk + 40) : 0;
-        if (home[t * K + kk] != wanted) wrong("rank %u: weight gradient of token %u, k %u is %g, not %g", r.rank, t, kk, home[t * K + kk], wanted);
+        if (home[t * K + kk] != wanted)
+          wrong("rank %u: weight gradient of token %u, k %u is %g, not %g", r.rank, t, kk, home[t * K + kk], wanted);
         if (!there) continue;
         const auto holder = std::size_t(shape.owner[std::size_t(plan->ids[r.rank][t * K + kk])]);
         if (shape.compact && seen[holder]) continue;
         seen[holder] = true;
-        const std::vector<float> row = shape.row(row_key(salt, r.rank, t, shape.compact ? std::uint32_t(50 + holder) : kk), false);
+        const std::vector<float> row =
+            shape.row(row_key(salt, r.rank, t, shape.compact ? std::uint32_t(50 + holder) : kk), false);
         for (std::uint32_t c = 0; c < shape.hidden; c++) sum[c] += row[c];
       }
       compare("dispatch_backward", y.data() + t * shape.row_bytes(), sum, t);
@@ -375,7 +399,8 @@ struct Layers::Layer {
           if (weighted && given_weights()) wanted[c] *= weight(s, t, kk);
         }
       }
-      if (dotted && dots[row] != dot) wrong("rank %u: dot product of row %zu is %g, not %g", r.rank, row, dots[row], dot);
+      if (dotted && dots[row] != dot)
+        wrong("rank %u: dot product of row %zu is %g, not %g", r.rank, row, dots[row], dot);
       compare("spread", grad_rows.data() + row * shape.row_bytes(), wanted, std::int64_t(row));
     }
   }

@@ -1,0 +1,386 @@
+"""GPU memory that the ranks of one host map for each other.
+
+Decisions:
+
+* **Our own exchange of the driver's memory objects** (`cuMemCreate`, exported as file descriptors, which travel over a Unix
+  socket): it works with any allocator setting of torch, on groups that have done nothing yet, with one visible GPU a rank
+  and with several ranks on one GPU. No multicast object is ever made.
+* **One window of address space a rank**, as large as the largest GPU's memory, all windows in one row, and every buffer at
+  the same offset in each. So an offset is an address that means the same to all ranks, and a kernel needs only two numbers
+  to reach any peer's copy. Address space costs nothing.
+* **The control block** at the start of each window (csrc/cuda/signal.cuh) holds the first failure. Kernels copy it into
+  pinned memory of this process, which the next call reads: the host never waits for the device to learn of a failure.
+* **Staging for the ops comes with the communicator**, zeroed, so that no call is collective on the host: ranks may make
+  their first calls on two communicators in different orders.
+* **Buffers are made and unmapped collectively**, in `alloc`; garbage collection alone never changes what the ranks agree on.
+  What `tensor` handed out stays mapped for as long as the tensor lives, whatever is closed before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import weakref
+from ctypes import c_uint64
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from a2a.errors import A2AError, MismatchError, PeerTimeoutError, UnsupportedError
+from a2a.kernels import cuda
+from a2a.topology import Topology
+from a2a.transport.base import SymmetricBuffer, Transport, Wiring
+from a2a.transport.fd_link import FdLink
+
+_CONTROL_BYTES = 4096
+_STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20
+_OK_AT, _CLOSED_AT = 8, 16  # in the control block
+_TIMEOUT, _CLOSED, _MISMATCH, _SPLITS, _REFUSED = 1, 3, 4, 5, 8  # causes
+_BROKEN = " The communicator is broken since then; close it and make a new one."
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a kernel needs to reach every rank's memory; `host` is where it leaves a failure for this process."""
+
+    base: int
+    window: int
+    host: int
+    context: int
+    device: torch.device
+    arch: str
+
+
+class _View:
+    """Memory as torch takes it. The tensor keeps this object, and this object the windows."""
+
+    def __init__(self, windows: _Windows, pointer: int, num_bytes: int) -> None:
+        self._windows = windows
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+    def tensor(self) -> torch.Tensor:
+        return torch.as_tensor(self, device=self._windows.device)
+
+
+class _Windows:
+    """The address space of all ranks' symmetric memory, as mapped in this process."""
+
+    def __init__(self, device: torch.device, rank: int, world_size: int, window: int) -> None:
+        self.device, self.rank, self.world_size, self.window = device, rank, world_size, window
+        self._driver = d = cuda.driver()
+        self._pid = os.getpid()
+        self._posix = d.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._properties = d.CUmemAllocationProp()
+        self._properties.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._properties.location.id = device.index
+        self._properties.requestedHandleTypes = self._posix
+        self._access = d.CUmemAccessDesc()
+        self._access.location.type, self._access.location.id = self._properties.location.type, device.index
+        self._access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        recommended = d.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self.granularity: int = self._do("cuMemGetAllocationGranularity", self._properties, recommended)
+        self.base = int(self._do("cuMemAddressReserve", window * world_size, self.granularity, d.CUdeviceptr(0), 0))
+        self.mapped: dict[int, tuple[int, Any]] = {}  # pointer -> bytes, memory object
+
+    def _do(self, name: str, *arguments: Any) -> Any:
+        """A call of the driver's; its values, or UnsupportedError."""
+        result = getattr(self._driver, name)(*arguments)
+        cuda.check(int(result[0]), name)
+        return result[1] if len(result) == 2 else result[1:]
+
+    def pointer(self, rank: int, offset: int) -> int:
+        return self.base + rank * self.window + offset
+
+    def create(self, num_bytes: int) -> tuple[Any, int]:
+        """A memory object on this device, and a descriptor of it."""
+        memory = self._do("cuMemCreate", num_bytes, self._properties, 0)
+        return memory, int(self._do("cuMemExportToShareableHandle", memory, self._posix, 0))
+
+    def adopt(self, fd: int) -> Any:
+        """The memory object behind another rank's descriptor."""
+        return self._do("cuMemImportFromShareableHandle", fd, self._posix)
+
+    def map(self, rank: int, offset: int, num_bytes: int, memory: Any) -> None:
+        pointer = self.pointer(rank, offset)
+        self._do("cuMemMap", pointer, num_bytes, 0, memory, 0)
+        self.mapped[pointer] = (num_bytes, memory)
+        self._do("cuMemSetAccess", pointer, num_bytes, [self._access], 1)
+
+    def unmap(self, rank: int, offset: int) -> None:
+        pointer = self.pointer(rank, offset)
+        if pointer in self.mapped:
+            num_bytes, memory = self.mapped.pop(pointer)
+            self._do("cuMemUnmap", pointer, num_bytes)
+            self._do("cuMemRelease", memory)
+
+    def view(self, rank: int, offset: int, num_bytes: int) -> _View:
+        return _View(self, self.pointer(rank, offset), num_bytes)
+
+    def __del__(self) -> None:  # after the last tensor and the transport
+        if not sys.is_finalizing() and self._pid == os.getpid() and hasattr(self, "mapped"):
+            with contextlib.suppress(Exception):
+                torch.cuda.synchronize(self.device)
+                for pointer in list(self.mapped):
+                    num_bytes, memory = self.mapped.pop(pointer)
+                    self._do("cuMemUnmap", pointer, num_bytes)
+                    self._do("cuMemRelease", memory)
+                self._do("cuMemAddressFree", self.base, self.window * self.world_size)
+
+
+@dataclass
+class _Block:
+    """A buffer, the same on every rank. `released`: this rank has let go of it."""
+
+    num_bytes: int
+    released: bool = False
+    views: list[weakref.ref[_View]] = field(default_factory=list)
+
+    @property
+    def gone(self) -> bool:
+        return self.released or (bool(self.views) and all(view() is None for view in self.views))
+
+
+class CudaVmm(Transport):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "cuda_vmm"
+    device_type: ClassVar[str] = "cuda"
+
+    @classmethod
+    def unavailable(cls, topology: Topology, device_type: str) -> str | None:
+        if device_type != "cuda":
+            return f"it serves CUDA tensors; this group's are on {device_type}"
+        if not topology.is_single_domain:
+            return f"the group spans {len(topology.domains)} domains, whose ranks can't address each other's memory"
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device here"
+        try:
+            cuda.lib()
+            cuda.driver()
+        except UnsupportedError as error:
+            return str(error)
+        return None
+
+    @classmethod
+    def open(cls, wiring: Wiring) -> CudaVmm:
+        return cls(wiring)
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.rank, self.world_size, self.timeout_s = wiring.rank, wiring.world_size, wiring.timeout_s
+        self._exchange = wiring.exchange
+        index = torch.cuda.current_device() if wiring.device.index is None else wiring.device.index
+        self.device = torch.device("cuda", index)
+        self._closed = False
+        self._requests: list[tuple[int, str]] = []
+        self._blocks: dict[int, _Block] = {}
+        torch.cuda.synchronize(self.device)  # makes the context current
+        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._record = c_uint64.from_address(self._host.data_ptr())
+        facts = torch.cuda.get_device_properties(self.device)
+        largest = max(int(p) for p in self._agree("start", str(facts.total_memory)))
+        self._link = FdLink(wiring.exchange, self.rank, self.world_size, self.timeout_s, "cuda_vmm")
+        problem = ""
+        try:
+            with torch.cuda.device(self.device):
+                self._windows = _Windows(self.device, self.rank, self.world_size, 1 << (largest - 1).bit_length())
+        except UnsupportedError as error:
+            problem = str(error)
+        self._raise_problems("reserve", problem, "address space")
+        driver = cuda.driver()
+        context = int(driver.cuCtxGetCurrent()[1])
+        major, minor = facts.major, facts.minor
+        self.place = Place(self._windows.base, self._windows.window, self._host.data_ptr(), context, self.device,
+                           f"sm_{major}{minor}")  # fmt: skip
+        self.handle = self._windows.base
+        self._add(0, self._round(_CONTROL_BYTES), "the control block")
+        self._control = self._windows.view(self.rank, 0, _CONTROL_BYTES).tensor()
+        self._ok = self._control[_OK_AT : _OK_AT + 4].view(torch.int32).squeeze(0)
+        self._ok.fill_(1)
+        self.staging = self.alloc(min(_STAGING_BYTES, _STAGING_BYTES_A_RANK * self.world_size), "staging")
+        torch.cuda.synchronize(self.device)
+        self._agree("ready", "")
+
+    # ---- agreement, over the group's store: for set-up only
+
+    def _agree(self, step: str, mine: str) -> list[str]:
+        return [p.decode() for p in self._exchange(f"cuda_vmm/{step}", mine.encode())]
+
+    def _raise_problems(self, step: str, problem: str, what: str) -> None:
+        for peer, theirs in enumerate(self._agree(step, problem)):
+            if theirs:
+                raise UnsupportedError(f"cuda_vmm: {what}: rank {peer}: {theirs}")
+
+    # ---- memory
+
+    def _round(self, num_bytes: int) -> int:
+        return -(-max(num_bytes, 1) // self._windows.granularity) * self._windows.granularity
+
+    def _add(self, offset: int, num_bytes: int, what: str) -> None:
+        """Make a block on every rank and map all of them here, zeroed. Collective."""
+        windows, problem, memory, fd = self._windows, "", None, -1
+        with torch.cuda.device(self.device):
+            try:
+                memory, fd = windows.create(num_bytes)
+            except UnsupportedError as error:
+                problem = str(error)
+            gathered = self._link.gather(fd)
+            everyone = self._link.broadcast(gathered)
+            try:
+                if not problem and min(everyone) < 0:
+                    problem = f"rank {everyone.index(-1)} has no memory to share"
+                if not problem:
+                    for peer, theirs in enumerate(everyone):
+                        windows.map(peer, offset, num_bytes, memory if peer == self.rank else windows.adopt(theirs))
+                    windows.view(self.rank, offset, num_bytes).tensor().zero_()
+                    torch.cuda.synchronize(self.device)
+            except (UnsupportedError, RuntimeError) as error:
+                problem = str(error)
+            for own in {fd, *gathered, *everyone}:
+                if own >= 0:
+                    os.close(own)
+            try:
+                self._raise_problems("mapped", problem, f"{num_bytes} bytes a rank for {what}")
+            except UnsupportedError:
+                for peer in range(self.world_size):
+                    windows.unmap(peer, offset)
+                raise
+        self._blocks[offset] = _Block(num_bytes)
+
+    def alloc(self, num_bytes: int, what: str, *, touch: bool = True) -> SymmetricBuffer:
+        gone = [offset for offset, block in self._blocks.items() if block.gone]
+        records = [json.loads(p) for p in self._agree("alloc", json.dumps([num_bytes, what, gone]))]
+        for peer, (theirs, text, _) in enumerate(records):
+            if text.startswith("!"):
+                raise MismatchError(f"comm.empty: rank {peer} refused its own call, so nothing was made: {text[1:]}",
+                                    rank=self.rank, peer=peer, op="alloc")  # fmt: skip
+            if (theirs, text) != (num_bytes, what):
+                raise MismatchError(
+                    f"rank {self.rank} asked for {what}; rank {peer} asked for {text}. Symmetric memory is made by all "
+                    f"ranks alike: call with equal arguments everywhere",
+                    rank=self.rank, peer=peer, op="alloc",
+                )  # fmt: skip
+        self._drop(sorted(set.intersection(*(set(g) for _, _, g in records))))
+        size = self._round(num_bytes)
+        offset = 0
+        for start in sorted(self._blocks):
+            if start - offset >= size:
+                break
+            offset = start + self._blocks[start].num_bytes
+        if offset + size > self._windows.window:
+            raise UnsupportedError(f"cuda_vmm: {what}: no room in a window of {self._windows.window} bytes")
+        self._add(offset, size, what)
+        return SymmetricBuffer(offset, self._windows.pointer(self.rank, offset), num_bytes)
+
+    def _drop(self, offsets: list[int]) -> None:
+        """Unmap what every rank has let go of, once no kernel of any rank can be using it."""
+        if not offsets:
+            return
+        torch.cuda.synchronize(self.device)
+        self._agree("drop", "")
+        for offset in offsets:
+            del self._blocks[offset]
+            for peer in range(self.world_size):
+                self._windows.unmap(peer, offset)
+
+    def refuse_alloc(self, why: str) -> None:
+        self._agree("alloc", json.dumps([0, f"!{why}", []]))
+
+    def tensor(self, buffer: SymmetricBuffer) -> torch.Tensor:
+        view = self._windows.view(self.rank, buffer.address, buffer.num_bytes)
+        self._blocks[buffer.address].views.append(weakref.ref(view))
+        return view.tensor()
+
+    def release(self, buffer: SymmetricBuffer) -> None:
+        if not self._closed:
+            self._blocks[buffer.address].released = True
+
+    def is_symmetric(self, pointer: int, num_bytes: int) -> bool:
+        offset = pointer - self._windows.pointer(self.rank, 0)
+        return any(start <= offset and offset + num_bytes <= start + b.num_bytes for start, b in self._blocks.items())
+
+    # ---- requests and failures
+
+    def request(self, agree: str, row_bytes: int, text: str) -> int:
+        """Register what a call asks for. `row_bytes` is not compared here: the sizes of the pieces are."""
+        digest = int.from_bytes(hashlib.sha256(agree.encode()).digest()[:4], "little") or 1
+        self._requests.append((digest, text))
+        return len(self._requests) - 1
+
+    def digest(self, request: int) -> int:
+        """What peers compare; 0 is a refusal's."""
+        return self._requests[request][0]
+
+    def failed(self) -> bool:
+        return self._closed or self._record.value != 0
+
+    def raise_failure(self, result: int, op: str, peer: int | None = None) -> None:
+        if self._closed:
+            raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
+        record = self._record.value
+        if not record:
+            cuda.check(result, op)
+            return
+        cause, by, who, text = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF, record & 0xFFFF
+        asked = self._requests[text][1] if text < len(self._requests) and by == self.rank else op
+        if cause in (_TIMEOUT, _CLOSED):
+            told = {
+                _TIMEOUT: f"rank {by} waited {self.timeout_s:.1f} s for rank {who} in {asked}. Rank {who} may have died or "
+                f"taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S.",
+                _CLOSED: f"rank {who} has closed this communicator: rank {by} was waiting for it in {asked}.",
+            }[cause]
+            name = {_TIMEOUT: "timeout", _CLOSED: "closed"}[cause]
+            raise PeerTimeoutError(told + _BROKEN, rank=self.rank, peer=who, op=asked, cause=name)
+        told = {
+            _MISMATCH: f"rank {by} called {asked}, rank {who} something else: another op or dtype.",
+            _SPLITS: f"split sizes disagree: rank {who} sends rank {by} another number of bytes than {asked} there expects.",
+            _REFUSED: f"rank {who} refused its own call while rank {by} was in {asked}; rank {who}'s error says why.",
+        }.get(cause, f"cause {cause}, found by rank {by}.")
+        raise MismatchError(told + _BROKEN, rank=self.rank, peer=who if by == self.rank else by, op=asked)
+
+    def ok_word(self) -> torch.Tensor:
+        return self._ok
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "transport": self.name,
+            "device": str(self.device),
+            "symmetric_bytes": sum(b.num_bytes for b in self._blocks.values()),
+        }
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Waits for this rank's kernels, each of which ends by its deadline, and then tells the peers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._link.close()
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self.device)
+            for peer in range(self.world_size):
+                at = _CLOSED_AT + 8 * self.rank
+                self._windows.view(peer, 0, _CONTROL_BYTES).tensor()[at : at + 8].fill_(1)
+            torch.cuda.synchronize(self.device)
+
+    def free(self) -> None:
+        """Let go of the memory; tensors that are out keep it."""
+        self.handle = 0
+        del self._control, self._ok, self._windows
+
+    def __del__(self) -> None:
+        if sys is not None and not sys.is_finalizing() and getattr(self, "handle", None):
+            with contextlib.suppress(Exception):
+                self.close()
+
+
+__all__ = ["CudaVmm", "Place"]

@@ -1,0 +1,93 @@
+// What every kernel shares: where a rank's memory is mapped, the failure record, and waiting with a deadline.
+//
+// Each rank's symmetric memory is one window of address space; rank r's begins at `base + r * window` in every process, so
+// that an offset into it means the same to all. A window begins with the control block:
+//   failure  the first failure, kept for good: cause 8 bits | who noticed 16 | which peer 16 | request 16.
+//            Written by whoever notices one, into every rank's window; a rank that finds it set does nothing any more.
+//   ok       1 until then, then 0: comm.ok
+//   closed   word r: rank r has left, and everything that it ever stored here has arrived. Written by rank r's host.
+// `host` is the rank's copy of the record in pinned memory of its own process, which its next call looks at.
+#pragma once
+#include "../common/layout.h"
+#include "ptx.cuh"
+
+namespace a2a {
+
+enum Cause : std::uint32_t {
+  kTimeout = 1,
+  kClosed = 3,
+  kMismatch = 4,
+  kSplits = 5,
+  kRefused = 8
+};  // as in cpu/signal.h
+
+struct Control {
+  std::uint64_t failure;
+  std::uint32_t ok, unused;
+  std::uint64_t closed[1];  // as many as there are ranks
+};
+
+struct Place {
+  std::uint64_t base, window;  // rank r's memory begins at base + r * window
+  std::uint64_t* host;
+  std::uint64_t timeout_ns;
+  std::uint32_t rank, text;  // text: which request this is, for messages
+
+  template <typename T>
+  __device__ T* at(std::uint32_t r, std::uint64_t offset) const {
+    return reinterpret_cast<T*>(base + r * window + offset);
+  }
+  __device__ Control* control(std::uint32_t r) const { return at<Control>(r, 0); }
+};
+
+// One thread's waiting. After a failure, its own or anybody's, nothing waits any more.
+struct Wait {
+  const Place& place;
+  std::uint32_t world;
+  bool broken = false, last_look = false;
+  std::uint32_t spins = 0;
+  std::uint64_t start = 0;
+
+  __device__ Wait(const Place& p, std::uint32_t ranks) : place(p), world(ranks) {}
+
+  // Whether somebody failed, at any time before. Takes note of it for the host.
+  __device__ bool failed() {
+    const std::uint64_t record = ptx::load_relaxed_sys(&place.control(place.rank)->failure);
+    if (record) note(record);
+    return broken;
+  }
+
+  __device__ void fail(Cause cause, std::uint32_t peer) {
+    const std::uint64_t record =
+        std::uint64_t(cause) << 48 | std::uint64_t(place.rank) << 32 | std::uint64_t(peer) << 16 | place.text;
+    const std::uint64_t was = ptx::swap_if_zero_sys(&place.control(place.rank)->failure, record);
+    if (!was)
+      for (std::uint32_t r = 0; r < world; r++)
+        if (r != place.rank) ptx::swap_if_zero_sys(&place.control(r)->failure, record);
+    note(was ? was : record);
+  }
+
+  // Call between two looks at what is waited for; false: give up. The clock is read once in 64 looks.
+  __device__ bool again(std::uint32_t peer) {
+    if (broken) return false;
+    if (++spins % 64) return true;
+    if (failed()) return false;
+    const std::uint64_t now = ptx::global_timer_ns();
+    if (!start) start = now;
+    if (last_look)
+      fail(kClosed, peer);  // what it had sent has arrived, and that was looked for since
+    else if (now - start > place.timeout_ns)
+      fail(kTimeout, peer);
+    last_look = ptx::load_relaxed_sys(&place.control(place.rank)->closed[peer]) != 0;
+    return !broken;
+  }
+
+ private:
+  __device__ void note(std::uint64_t record) {
+    broken = true;
+    *const_cast<volatile std::uint32_t*>(&place.control(place.rank)->ok) = 0;
+    ptx::store_relaxed_sys(place.host, record);
+  }
+};
+
+}  // namespace a2a

@@ -1,0 +1,87 @@
+"""Every CUDA kernel compiles for every GPU it may meet, on a machine without one; and the cache of what was compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import a2a
+from a2a.kernels import cuda
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings (extra dev)")
+
+ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
+# What each kernel is specialised by: the smallest and a large world.
+DEFINES = {
+    "all_to_all_push": [
+        {"WORLD": world, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "TEAMS": 2} for world in (1, 2, 8, 72)
+    ],
+}
+
+
+def kernels() -> list[str]:
+    return sorted(path.stem for path in (cuda.source_folder() / "cuda").glob("*.cu"))
+
+
+def test_every_kernel_is_in_the_list() -> None:
+    assert kernels() == sorted(DEFINES)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", sorted(DEFINES))
+def test_a_kernel_compiles(kernel: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_CACHE_DIR", str(tmp_path))
+    for defines in DEFINES[kernel][:: 1 if arch == "sm_90" else 3]:
+        cubin = cuda.compile_cubin(kernel, arch, defines)
+        assert cubin.startswith(b"\x7fELF")
+        assert b"\0" + kernel.encode() in cubin
+
+
+def compile_small(cache: str) -> bytes:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("A2A_CACHE_DIR", cache)
+        return cuda.compile_cubin("all_to_all_push", "sm_90", DEFINES["all_to_all_push"][1])
+
+
+def test_many_ranks_may_fill_the_cache_at_once(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(3) as ranks:
+        cubins = list(ranks.map(compile_small, [str(tmp_path)] * 3))
+    assert len(set(cubins)) == 1
+    assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == cubins[:1]
+
+
+def test_the_cache_spares_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin = compile_small(str(tmp_path))
+    monkeypatch.setattr(cuda, "_compile", None)
+    assert compile_small(str(tmp_path)) == cubin
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert compile_small(str(tmp_path / "file")).startswith(b"\x7fELF")
+    assert "A2A_CACHE_DIR" in caplog.text
+
+
+def test_a_compile_error_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_CACHE_DIR", str(tmp_path))
+    with pytest.raises(a2a.UnsupportedError, match=r"can't compile all_to_all_push\.cu.*[\s\S]*WORLD"):
+        cuda.compile_cubin("all_to_all_push", "sm_90", {})
+
+
+def test_importing_a2a_imports_no_cuda() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import a2a, a2a.ops, a2a.plan; a2a.plan.candidates()\n"
+        "print([m for m in set(sys.modules) - before if m.split('.')[0] == 'cuda'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(a2a.UnsupportedError, match="pip install cuda-bindings nvidia-cuda-nvrtc"):
+        cuda.compile_cubin("all_to_all_push", "sm_90", {})
