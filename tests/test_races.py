@@ -1,8 +1,8 @@
 """The CPU kernels under ThreadSanitizer, and under AddressSanitizer with UndefinedBehaviorSanitizer; mutants must be caught.
 
-`race/` holds a program in which the ranks are threads of one process. Here it is compiled together with the kernels' own
-sources and run: as it is, and with one line of the kernels broken (`A2A_MUTANT`), which some scenario must notice by a report
-of the sanitizer, a wrong result, or a wake-up that nobody gave. csrc/README.md says what each mutant breaks.
+`race/` holds a program in which the ranks are threads of one process. It is compiled together with the kernels' own
+sources and run: as they are, and with one line of the kernels broken (`A2A_MUTANT`), which a scenario must notice by
+a report of the sanitizer, a wrong result, or a wake-up that nobody gave. csrc/README.md says what each mutant breaks.
 
 `python tests/test_races.py 1000` runs a thousand seeds of every scenario.
 """
@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "csrc" / "cpu"
 HARNESS = ROOT / "tests" / "race"
 
-# Every kernel, but the launcher of CUDA kernels, which talks to no other rank; one instruction set, since the order of memory
-# accesses is the same in all.
+# Every kernel but the launcher of CUDA kernels, which talks to no other rank. One instruction set: the others differ in
+# their inner loops only.
 SOURCES = [p for p in sorted(KERNELS.glob("*.cpp")) if not p.name.startswith("cuda_")]
 FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-DA2A_PLAIN_ONLY", "-DA2A_ISA=plain", "-ffp-contract=off"]
 THREADS = ["-fsanitize=thread", "-Wno-tsan"]  # it warns of fences, which it does not model
@@ -211,7 +211,7 @@ def test_every_mutant_has_scenarios_that_must_notice_it() -> None:
 @pytest.mark.parametrize(("mutant", "scenario"), [(m, s) for m, scenarios in CAUGHT_BY.items() for s in scenarios])
 def test_a_mutant_is_caught(request: pytest.FixtureRequest, mutant: str, scenario: str) -> None:
     build: Build = request.getfixturevalue("memory" if mutant in ONLY_BYTES_SHOW else "threads")
-    done = build.run((scenario,), seeds=20, mutant=mutant)  # it ends with the first seed that notices
+    done = build.run((scenario,), seeds=100, mutant=mutant)  # it ends with the first seed that notices
     assert done.returncode in NOTICED, f"{mutant} survived {scenario} (exit code {done.returncode}): {done.stderr}"
 
 

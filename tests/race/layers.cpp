@@ -316,14 +316,29 @@ struct Layers::Layer {
     return rows;
   }
 
-  void combine(std::uint64_t salt, bool weighted) {
+  // Whether a call went well. With a refuser it must not: that rank makes none, and the others are told.
+  template <class Call>
+  bool done(const char* what, std::uint32_t which, std::uint32_t refuser, const Call& call) const {
+    if (refuser == r.rank) {
+      r.expect("the result of a refusal", a2a_refuse(r.c, request[which], what), a2a::kOk);
+      return false;
+    }
+    const int result = call();
+    r.expect(what, result, refuser < r.ranks ? a2a::kPeerRefused : a2a::kOk);
+    if (result == a2a::kOk) return true;
+    r.expect("who refused", a2a_last_peer(r.c), refuser);
+    return false;
+  }
+
+  void combine(std::uint64_t salt, bool weighted, std::uint32_t refuser) {
     const std::uint32_t n = plan->tokens[r.rank];
     const std::vector<std::uint8_t> rows = expert_rows(salt);
     std::vector<std::uint8_t> y(n * shape.row_bytes() + 1, 0xee);
-    r.expect("the result of combine",
-             a2a_moe_combine(moe, request[1], rows.data(), capacity, weighted ? weights.data() : nullptr, rank.data(),
-                             token.data(), k.data(), nullptr, nullptr, y.data(), nullptr, n),
-             a2a::kOk);
+    const bool summed = done("the result of combine", 1, refuser, [&] {
+      return a2a_moe_combine(moe, request[1], rows.data(), capacity, weighted ? weights.data() : nullptr, rank.data(),
+                             token.data(), k.data(), nullptr, nullptr, y.data(), nullptr, n);
+    });
+    if (!summed) return;
     for (std::uint32_t t = 0; t < n; t++) {
       std::vector<float> sum(shape.hidden, 0);
       for (std::uint32_t kk = 0; kk < shape.top_k; kk++) {
@@ -377,16 +392,17 @@ struct Layers::Layer {
     }
   }
 
-  void spread(std::uint64_t salt, bool weighted) {
+  void spread(std::uint64_t salt, bool weighted, std::uint32_t refuser) {
     const std::vector<std::uint8_t> g = tokens(salt, nullptr), rows = expert_rows(salt + 1);
     std::vector<std::uint8_t> grad_rows(std::size_t(capacity) * shape.row_bytes() + 1, 0xee);
     std::vector<float> dots(std::size_t(capacity) + 1, -9);
     const bool dotted = r.own.one_in(2);
-    r.expect("the result of spread",
-             a2a_moe_spread(moe, request[3], g.data(), plan->tokens[r.rank], dotted ? rows.data() : nullptr, capacity,
+    const bool spread = done("the result of spread", 3, refuser, [&] {
+      return a2a_moe_spread(moe, request[3], g.data(), plan->tokens[r.rank], dotted ? rows.data() : nullptr, capacity,
                             weighted ? weights.data() : nullptr, rank.data(), token.data(), grad_rows.data(),
-                            dotted ? dots.data() : nullptr),
-             a2a::kOk);
+                            dotted ? dots.data() : nullptr);
+    });
+    if (!spread) return;
     for (std::size_t row = 0; row < std::size_t(capacity); row++) {
       std::vector<float> wanted(shape.hidden, 0);
       float dot = 0;
@@ -415,13 +431,14 @@ void Layers::step(Part part) {
   Layer& layer = *layers_[r_.plan.below(std::uint32_t(layers_.size()))];
   const std::uint64_t key = r_.plan.next();
   const bool weighted = r_.plan.one_in(2);
-  const std::uint32_t refuser = part == kAll && r_.plan.one_in(5) ? r_.plan.below(r_.ranks) : ~0u;
+  const std::uint32_t nobody = ~0u, somebody = r_.plan.below(r_.ranks), refused = r_.plan.below(part == kAll ? 9 : 1);
+  auto refuser = [&](std::uint32_t call) { return refused == call ? somebody : nobody; };
   pause_a_moment(r_.own);
-  layer.dispatch(key, refuser);
-  if (refuser != ~0u || part == kDispatch) return;
+  layer.dispatch(key, refuser(1));
+  if (refused == 1 || part == kDispatch) return;
   pause_a_moment(r_.own);
-  if (part != kSpread) layer.combine(10, weighted);
-  if (part != kCombine) layer.spread(20, weighted);
+  if (part != kSpread) layer.combine(10, weighted, refuser(2));
+  if (part != kCombine) layer.spread(20, weighted, refuser(3));
   if (part != kSpread) layer.dispatch_backward(30);
 }
 
