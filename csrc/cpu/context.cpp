@@ -68,7 +68,8 @@ void fail(Context& c, Cause cause, std::uint32_t peer, std::uint32_t text, const
   if (c.header().failure.compare_exchange_strong(none, pack_failure(cause, c.rank, peer, text),
                                                  std::memory_order_acq_rel)) {
     c.header().ok.store(0, std::memory_order_release);
-    for (std::uint32_t r = 0; r < c.world && !mutant(kSilentFailure); r++) wake(c.bell(r));  // this rank's other thread, too
+    for (std::uint32_t r = 0; r < c.world && !mutant(kSilentFailure); r++)
+      wake(c.bell(r));  // this rank's other thread, too
   }
 }
 
