@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 // There in a build for AddressSanitizer.
 extern "C" __attribute__((weak)) void __asan_poison_memory_region(const volatile void*, std::size_t);
@@ -17,6 +18,7 @@ namespace {
 
 const char* scenario = "?";
 std::uint64_t scenario_seed = 0;
+std::vector<std::pair<std::size_t, std::uint8_t*>> spare;
 
 }  // namespace
 
@@ -57,14 +59,18 @@ void pattern(std::uint8_t* out, std::size_t bytes, std::uint64_t key) {
   }
 }
 
-Pages::Pages(std::size_t n)
-    : data(static_cast<std::uint8_t*>(mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
-      bytes(n) {
-  if (data == MAP_FAILED) wrong("no memory");
+// Pages of earlier worlds are used again: fresh ones, and the sanitizers' shadows of them, would take most of the time.
+std::uint8_t* Pages::find(std::size_t bytes) {
+  for (auto& [size, pages] : spare)
+    if (size == bytes && pages) return std::exchange(pages, nullptr);
+  void* fresh = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (fresh == MAP_FAILED) wrong("no memory");
+  return static_cast<std::uint8_t*>(fresh);
 }
+
 Pages::~Pages() {
   if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(data, bytes);
-  munmap(data, bytes);
+  spare.emplace_back(bytes, data);
 }
 
 Arena::Arena(std::uint8_t* base, std::size_t size) : base_(base), size_(size), at_(size) { reset(); }
@@ -101,6 +107,7 @@ World::World(std::uint64_t s, std::uint32_t ranks, Sleep sleep, bool reads, int 
       segments_{Pages(kStride * ranks), Pages(kStride * ranks), Pages(kStride * ranks)},
       ordinary_(kStride * ranks) {
   if (a2a_control_bytes(ranks, staging) != geo.total) wrong("a2a_control_bytes disagrees with Geometry");
+  std::memset(control_.data, 0, control_.bytes);
   a2a_format(control_.data, ranks, staging, 0u - std::uint32_t(mix(s, 12) % 40));
   const double spin_us[4] = {0, 0, 3, 40};
   for (std::uint32_t r = 0; r < ranks; r++) {

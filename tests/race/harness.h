@@ -62,14 +62,17 @@ class Stalls {
 
 // ---- worlds
 
-// Zeroed pages, which cost nothing until they are touched.
+// Page-aligned memory. What is in it is undefined.
 class Pages {
  public:
-  explicit Pages(std::size_t bytes);
+  explicit Pages(std::size_t n) : data(find(n)), bytes(n) {}
   ~Pages();
   Pages(const Pages&) = delete;
   std::uint8_t* const data;
   const std::size_t bytes;
+
+ private:
+  static std::uint8_t* find(std::size_t bytes);
 };
 
 // Pieces of memory one after the other. For AddressSanitizer, what has not been taken is out of bounds.
