@@ -1,8 +1,8 @@
 """A communicator: one process group's topology, transport and buffers, and their owner.
 
-Explicit communicators (`communicator()`) are always new and are closed by who made them. The implicit one of a
-process group is
-made with the group's first a2a call and goes when the group goes; it is found through a weak map keyed by the group.
+Explicit communicators (`communicator()`) are always new and are closed by who made them. The implicit one of a process
+group is made with the group's first a2a call and goes when the group goes; it is found through a weak map keyed by the
+group.
 
 Set-up needs one thing of the group: its key-value store, through which the ranks find each other. So a group that has done
 nothing yet will do, a subgroup too, and no collective of another engine runs. Where a group has no store that can be
@@ -83,12 +83,14 @@ class Communicator:
         self._inflight: set[Work] = set()
         self._completions: queue.SimpleQueue[Work | None] | None = None
         self._owned: list[Callable[[], None]] = []
-        self.plans: dict[Any, Any] = {}  # what ops keep between calls: plans and registered requests
+        self.plans: dict[str, Any] = {}  # of each op, once made
+        self.prepared: dict[Any, Any] = {}  # calls that were made before, by shapes and dtype; void after a renewal
         self.handed_over: dict[str, int] = {}
         for transport in candidates():
             reason = transport.unavailable(self.topology, self.device_type)
             if reason is None:
                 self.transport = transport.open(Wiring(exchange, rank, self.topology, timeout_s, self.device))
+                self.transport.on_renewal(self.prepared.clear)
                 break
             self.why_no_transport[transport.name] = reason
         self.handle = self.transport.handle if self.transport else 0
@@ -106,9 +108,8 @@ class Communicator:
         Args:
             shape: sizes, or one sequence of them; equal on all ranks.
             dtype: default: torch's default dtype; equal on all ranks.
-        Returns: an uninitialised tensor. Its memory is used again once the tensors of all ranks are gone and `empty`
-        is called
-            again; tensors may outlive the communicator.
+        Returns: an uninitialised tensor. Its memory is used again once the tensors of all ranks are gone and `empty` is
+            called again; tensors may outlive the communicator.
         Raises:
             MismatchError: ranks ask for different shapes or dtypes.
             UnsupportedError: no transport here, or no memory.
@@ -146,8 +147,9 @@ class Communicator:
 
     @property
     def ok(self) -> torch.Tensor:
-        """A 0-dimensional int32 tensor on the device: 1 until the first failure of any rank, then 0. Reading it
-        costs a load.
+        """A 0-dimensional int32 tensor on the device: 1 until the first failure of any rank, then 0.
+
+        Reading it costs a load.
         """
         if self._ok is None:
             self.check_open("ok")
@@ -159,6 +161,7 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
+        self.prepared.clear()  # they name the transport's handle
         for release in reversed(self._owned):
             release()
         if self.transport:
@@ -204,10 +207,7 @@ class Communicator:
         """Raise the error behind a kernel's result; `peer`: whose refusal it was, where that is known."""
         if self._closed or self.transport is None:
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
-        if peer is None or result != cpu.PEER_REFUSED:
-            self.transport.raise_failure(result, op)
-        else:
-            self.transport.raise_failure(result, op, peer)  # type: ignore[call-arg]
+        self.transport.raise_failure(result, op, peer)
 
     def own(self, release: Callable[[], None]) -> None:
         """Call `release` when the communicator closes, last in first out."""

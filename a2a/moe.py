@@ -91,8 +91,7 @@ class ExpertParallel:
         wire_combine: "float32" carries the ranks' partial sums unrounded.
         num_sms: on a GPU, the most SMs that may be used; without meaning on a CPU.
         comm: a Communicator to use instead of the group's own. Instances on one communicator share its staging and
-        follow one
-            another; for concurrent streams use two.
+            follow one another; for concurrent streams use two.
     Raises:
         ValueError, TypeError: an argument is impossible.
         MismatchError: the ranks' arguments differ. On all of them.
@@ -177,9 +176,8 @@ class ExpertParallel:
             rows_per_expert: int32 [L], true counts.
             routing: see `Routing`.
         Raises:
-            ValueError, TypeError: an id out of range, too many tokens, a shape or dtype that is not the instance's;
-            the other
-                ranks raise MismatchError.
+            ValueError, TypeError: an id out of range, too many tokens, a shape or dtype that is not the instance's; the
+                other ranks raise MismatchError.
             RowOverflowError: more than max_rows came to a rank, with overflow="raise". On all ranks.
             PeerTimeoutError: a peer died or is late. Names it.
         Cost: each row is written once; the host waits for the slowest peer's counts and rows.

@@ -2,15 +2,13 @@
 
 A call that repeats an earlier one (same shapes and dtypes, even, synchronous) takes the fast way: one dictionary look-up and
 one call into C. Everything else is checked here, in this order: what one rank can see by itself raises ValueError or
-TypeError
-on that rank, whose peers are told with the communicator still in step; what only shows between ranks is found by the
-kernels.
+TypeError on that rank, whose peers are told with the communicator still in step; what only shows between ranks is found by
+the kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,30 +20,16 @@ from torch.autograd.graph import increment_version
 from a2a.algorithms.base import AllToAll, Request
 from a2a.algorithms.c10d import originals
 from a2a.comm import Communicator, _implicit, implicit, implicit_key
-from a2a.kernels import cpu
 from a2a.plan import Plan, choose
 from a2a.work import Work
 
 # Sizes may differ between ranks and the algorithm may not: one plan, at this size, serves every all-to-all of a
 # communicator.
 _PLANNED_BYTES = 1 << 20
+_MOST_PREPARED = 1024
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_compiling
 _profiling = torch._C._autograd._profiler_enabled
-_c_contiguous = torch.Tensor.is_contiguous
-
-
-class _Even:
-    """What the fast way needs to know of a call that it has seen before."""
-
-    __slots__ = ("address", "call", "device", "num_bytes", "prepared")
-
-    def __init__(self, comm: Communicator, request: int, num_bytes: int) -> None:
-        self.prepared = cpu.Even(comm.handle, request, num_bytes // comm.world_size)
-        self.address = ctypes.addressof(self.prepared)
-        self.call = cpu.lib().a2a_all_to_all_again
-        self.num_bytes = num_bytes
-        self.device = -1  # what get_device() says of CPU tensors
 
 
 def all_to_all_single(
@@ -83,7 +67,7 @@ def all_to_all_single(
         and not async_op
         and type(input) is type(output) is _Tensor
     ):
-        even = comm.plans.get((input.dtype, input.shape, output.shape))
+        even = comm.prepared.get((input.dtype, input.shape, output.shape))
         if (
             even is not None
             and output.dtype is input.dtype
@@ -152,8 +136,7 @@ def _all_to_all_single(
 ) -> Work | None:
     op = "all_to_all_single"
     comm.check_open(op)
-    plan = _plan(comm)
-    algorithm = _algorithm(plan)
+    algorithm = _algorithm(comm)
     try:
         out, inp = _tensor(output, f"{op}: output"), _tensor(input, f"{op}: input")
         _check_pair(op, comm, out, inp)
@@ -170,28 +153,18 @@ def _all_to_all_single(
     if inp.numel() == 0 and out.numel() == 0:
         row_bytes = 0  # this rank has nothing to say about rows
     dtype = str(inp.dtype).removeprefix("torch.")
-    request = _register(
-        comm,
-        algorithm,
-        op,
-        dtype,
-        row_bytes,
-        f"{op}({dtype}, rows of {list(row_shape)})" if row_shape else f"{op}({dtype})",
-    )
+    text = f"{op}({dtype}, rows of {list(row_shape)})" if row_shape else f"{op}({dtype})"
+    request = algorithm.register(comm, f"{op}|{dtype}", row_bytes, text)
     source, target, finish = _contiguous(out, inp)
     even = not async_op and len(set(in_rows)) == 1 and len(set(out_rows)) == 1 and source.numel() == target.numel()
     if even:
         algorithm.run_even(comm, request, target, source, op)
         if output_splits is None and input_splits is None:
-            num_bytes = source.numel() * source.element_size()
-            if plan.algorithm.name == "pairwise":
-                prepared = _Even(comm, request, num_bytes)
-            else:
-                prepared = algorithm.prepare_even(comm, request, num_bytes)
+            prepared = algorithm.prepare_even(comm, request, source.numel() * source.element_size())
             if prepared is not None:
-                if len(comm.plans) > 1024:
-                    comm.plans.clear()
-                comm.plans[(inp.dtype, inp.shape, out.shape)] = prepared
+                if len(comm.prepared) >= _MOST_PREPARED:
+                    comm.prepared.clear()
+                comm.prepared[(inp.dtype, inp.shape, out.shape)] = prepared
     else:
         outputs, inputs = list(torch.split(target, out_rows)), list(torch.split(source, in_rows))
         if async_op:
@@ -206,7 +179,7 @@ def _all_to_all_list(
 ) -> Work | None:
     op = "all_to_all"
     comm.check_open(op)
-    algorithm = _algorithm(_plan(comm))
+    algorithm = _algorithm(comm)
     try:
         outputs = _tensors(op, "output_tensor_list", output_list, comm.world_size)
         inputs = _tensors(op, "input_tensor_list", input_list, comm.world_size)
@@ -225,7 +198,7 @@ def _all_to_all_list(
         _refuse(comm, algorithm, op, error, async_op)
         raise
     dtype = str(inputs[0].dtype).removeprefix("torch.")
-    request = _register(comm, algorithm, op, dtype, 0, f"{op}({dtype})")
+    request = algorithm.register(comm, f"{op}|{dtype}", 0, f"{op}({dtype})")
     pairs = [_contiguous(out, inp) for out, inp in zip(outputs, inputs, strict=True)]
     sources, targets = [p[0] for p in pairs], [p[1] for p in pairs]
 
@@ -240,34 +213,16 @@ def _all_to_all_list(
     return None
 
 
-def _plan(comm: Communicator) -> Plan:
+def _algorithm(comm: Communicator) -> AllToAll:
     plan: Plan | None = comm.plans.get("all_to_all")
     if plan is None:
         plan = comm.plans["all_to_all"] = choose(Request("all_to_all", torch.uint8, _PLANNED_BYTES), comm)
-    return plan
-
-
-def _algorithm(plan: Plan) -> AllToAll:
     assert isinstance(plan.algorithm, AllToAll)
     return plan.algorithm
 
 
-def _register(comm: Communicator, algorithm: AllToAll, op: str, dtype: str, row_bytes: int, text: str) -> int:
-    """The number of a request. When numbers are renewed, prepared calls that hold old ones go."""
-    if "renewed" not in comm.plans and comm.transport is not None:
-        comm.plans["renewed"] = True
-        plans = comm.plans
-
-        def renewed() -> None:
-            for known in [key for key, value in plans.items() if isinstance(value, _Even)]:
-                del plans[known]
-
-        comm.transport.on_renewal(renewed)
-    return algorithm.register(comm, f"{op}|{dtype}", row_bytes, text)
-
-
 def _refuse(comm: Communicator, algorithm: AllToAll, op: str, error: Exception, async_op: bool) -> None:
-    request = _register(comm, algorithm, op, "?", 0, f"{op} (refused)")
+    request = algorithm.register(comm, f"{op}|?", 0, f"{op} (refused)")
     algorithm.refuse(comm, request, f"{type(error).__name__}: {error}", async_op)
 
 

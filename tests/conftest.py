@@ -16,6 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))  # `pool` by one name, here and in the ranks, in every import mode
 
 from a2a.config import launch
+from a2a_world import A2AWorld
 from pool import InlineWorld, Pool, World
 
 LAUNCHED_RANKS = launch().world_size if launch().launcher == "torchrun" else None
@@ -53,3 +54,22 @@ def world(request: pytest.FixtureRequest, pool: Pool | None) -> World | InlineWo
     if size != LAUNCHED_RANKS:
         pytest.skip(f"for {size} ranks; torchrun started {LAUNCHED_RANKS}")
     return InlineWorld(size)
+
+
+@pytest.fixture(scope="module")
+def own_pool(pool: Pool | None) -> Iterator[Pool]:
+    """Ranks for tests that make default groups of backend "a2a"."""
+    if pool is None:
+        pytest.skip("makes default groups of its own, which torchrun's ranks can't")
+    with Pool() as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def two(own_pool: Pool) -> A2AWorld:
+    return A2AWorld(own_pool, 2)
+
+
+@pytest.fixture(scope="module")
+def four(own_pool: Pool) -> A2AWorld:
+    return A2AWorld(own_pool, 4)

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,26 +18,6 @@ import torch.distributed._functional_collectives as funcol
 import a2a
 from a2a.integrations import c10d_backend
 from a2a_world import A2AWorld, default_group, exchange, received, same, sent, served
-from pool import Pool
-
-
-@pytest.fixture(scope="module")
-def own_pool(pool: Pool | None) -> Iterator[Pool]:
-    if pool is None:
-        pytest.skip("makes default groups of its own, which torchrun's ranks can't")
-    with Pool() as own:
-        yield own
-
-
-@pytest.fixture(scope="module")
-def two(own_pool: Pool) -> A2AWorld:
-    return A2AWorld(own_pool, 2)
-
-
-@pytest.fixture(scope="module")
-def four(own_pool: Pool) -> A2AWorld:
-    return A2AWorld(own_pool, 4)
-
 
 # ------------------------------------------------------------------------------------------------- names and strings
 

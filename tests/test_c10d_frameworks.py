@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -13,25 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from a2a_world import A2AWorld, exchange, received, same, sent, served
-from pool import Pool
-
-
-@pytest.fixture(scope="module")
-def own_pool(pool: Pool | None) -> Iterator[Pool]:
-    if pool is None:
-        pytest.skip("makes default groups of its own, which torchrun's ranks can't")
-    with Pool() as own:
-        yield own
-
-
-@pytest.fixture(scope="module")
-def two(own_pool: Pool) -> A2AWorld:
-    return A2AWorld(own_pool, 2)
-
-
-@pytest.fixture(scope="module")
-def four(own_pool: Pool) -> A2AWorld:
-    return A2AWorld(own_pool, 4)
 
 
 def check_functional() -> None:

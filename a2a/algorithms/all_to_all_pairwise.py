@@ -9,16 +9,30 @@ Wins wherever ranks share a host.
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import AllToAll, Cost, Request
+from a2a.algorithms.base import AllToAll, Cost, Request, needs_memory_on
 from a2a.kernels import cpu
 from a2a.work import Work
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
+
+
+class _Prepared:
+    """A call whose tensors may change; see `AllToAll.prepare_even`."""
+
+    __slots__ = ("address", "call", "device", "num_bytes", "struct")
+
+    def __init__(self, comm: Communicator, request: int, num_bytes: int) -> None:
+        self.struct = cpu.Even(comm.handle, request, num_bytes // comm.world_size)
+        self.address = ctypes.addressof(self.struct)
+        self.call = cpu.lib().a2a_all_to_all_again
+        self.device = -1  # what get_device() says of CPU tensors
+        self.num_bytes = num_bytes
 
 
 class AllToAllPairwise(AllToAll):
@@ -27,11 +41,7 @@ class AllToAllPairwise(AllToAll):
     name: ClassVar[str] = "pairwise"
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        if comm.transport is None:
-            return "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
-        if comm.transport.device_type != "cpu":
-            return f"its kernel runs on CPUs; this communicator's memory is on {comm.transport.device_type}"
-        return None
+        return needs_memory_on("cpu", comm)
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         remote = request.num_bytes * (comm.world_size - 1) // comm.world_size
@@ -47,6 +57,9 @@ class AllToAllPairwise(AllToAll):
             comm.keep(Work(comm, ticket, "all_to_all", [], None, None))
         else:
             cpu.lib().a2a_refuse(comm.handle, request, why.encode()[:1000])
+
+    def prepare_even(self, comm: Communicator, request: int, num_bytes: int) -> _Prepared:
+        return _Prepared(comm, request, num_bytes)
 
     def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor, op: str) -> None:
         each = input.numel() * input.element_size() // comm.world_size

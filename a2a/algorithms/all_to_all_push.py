@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import AllToAll, Cost, Request
+from a2a.algorithms.base import AllToAll, Cost, Request, needs_memory_on
 from a2a.kernels import cpu, cuda
 from a2a.work import StreamWork
 
@@ -151,11 +151,7 @@ class AllToAllPush(AllToAll):
         return launcher
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        if comm.transport is None:
-            return "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
-        if comm.transport.device_type != "cuda":
-            return f"its kernel runs on GPUs; this communicator's memory is on {comm.transport.device_type}"
-        return None
+        return needs_memory_on("cuda", comm)
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         remote = request.num_bytes * (comm.world_size - 1) // comm.world_size

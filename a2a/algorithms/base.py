@@ -79,6 +79,15 @@ class Algorithm(ABC):
         """Modelled cost of a request that it supports."""
 
 
+def needs_memory_on(device_type: str, comm: Communicator) -> str | None:
+    """Why a kernel for `device_type` can't run on `comm`, or None."""
+    if comm.transport is None:
+        return "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
+    if comm.transport.device_type != device_type:
+        return f"its kernels are for {device_type} memory; this communicator's is {comm.transport.device_type}"
+    return None
+
+
 class AllToAll(Algorithm):
     """An all-to-all: rank r's piece for rank p becomes p's piece from r."""
 

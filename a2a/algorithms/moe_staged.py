@@ -1,12 +1,15 @@
 """Mixture of Experts through bounded rings in shared memory.
 
-Dispatch: a rank stores each of its tokens once into its publication ring, and every rank copies from there what its experts
-need. Combine: a rank sums the rows that it holds of a token and stores the sum into the ring of the token's
-owner, who adds the ranks' sums in rank order. Both are cut into units that fit a ring slot, so that the memory in between
-stays the same for any number of tokens. csrc/cpu/moe_*.cpp have the protocols.
+Dispatch: a rank stores each of its tokens once into its publication ring, and every rank copies from there what its
+experts need. Combine: a rank sums the rows that it holds of a token and stores the sum into the ring of the token's owner,
+who adds the ranks' sums in rank order. Both are cut into units that fit a ring slot, so that the memory in between stays
+the same for any number of tokens. csrc/cpu/moe_*.cpp have the protocols.
 
-Wins with a wire format (a token is quantised once, whatever its number of experts), with `layout="compact"`, and where rows
-must lie in ordinary memory. Otherwise `direct` moves fewer bytes.
+Large results come from a pool of this instance: torch has no cache of CPU memory, and the page faults of a fresh matrix
+cost more than the copy that fills it. A tensor keeps its block until it dies; when the pool is full, torch's memory serves.
+
+Wins with a wire format (a token is quantised once, whatever its number of experts) and with `layout="compact"`. Otherwise
+`direct` moves fewer bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Request, needs_memory_on
 from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeExchange, MoeSpec, routed_bytes
 from a2a.errors import RowOverflowError
 from a2a.kernels import cpu
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
 _OPS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
-_OVERFLOW = 6  # Cause in csrc/cpu/signal.h
 _WORST_CASES = 4  # what the pool holds, in dispatches in which everything comes to one rank
 _MOST_POOL_BYTES = 64 << 30  # address space of a rank's pool; its pages come as they are written
 _POOLED_BYTES = 256 << 10  # smaller matrices come from torch, whose allocator keeps them warm
@@ -39,10 +41,8 @@ class MoeStaged(Moe):
     name: ClassVar[str] = "staged"
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        if comm.transport is None:
-            return "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
-        if comm.transport.device_type != "cpu":
-            return f"its kernels run on CPUs; this communicator's memory is on {comm.transport.device_type}"
+        if reason := needs_memory_on("cpu", comm):
+            return reason
         if request.dtype not in _DTYPE:
             return f"its kernels sum bfloat16, float16 and float32; this is {request.dtype}"
         return None
@@ -149,7 +149,7 @@ class SharedMemoryExchange(MoeExchange):
                     f"dispatch: rank {self._comm.rank} received {true} rows ({padded} with padding), above "
                     f"max_rows={spec.max_rows}; raise max_rows, or pass overflow='drop'"
                 )
-                self._transport.fail(_OVERFLOW, message)
+                self._transport.fail(cpu.Cause.OVERFLOW, message)
                 raise RowOverflowError(message)
             out, where = self._outputs(padded, distinct, reserved)
         except BaseException:
@@ -253,7 +253,6 @@ class SharedMemoryExchange(MoeExchange):
         row_rank_R: torch.Tensor,
         row_token_R: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-
         num_rows = row_rank_R.shape[0]
         grad_rows = self._matrix(num_rows)
         grad_weights = torch.zeros(num_rows) if rows_RH is None else torch.empty(num_rows)

@@ -24,11 +24,11 @@ from ctypes import (
     c_int32,
     c_int64,
     c_size_t,
-    c_uint8,
     c_uint32,
     c_uint64,
     c_void_p,
 )
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,21 @@ from a2a.errors import UnsupportedError
 ABI = 1
 OK, FAILED, PEER_REFUSED, FORKED, NOT_OPEN, PENDING, INVALID = range(7)
 TEXTS = 256  # requests that a context keeps
+
+
+class Cause(IntEnum):
+    """Why a communicator is broken: `Cause` in csrc/cpu/signal.h."""
+
+    TIMEOUT = 1
+    DIED = 2
+    CLOSED = 3
+    MISMATCH = 4
+    SPLITS = 5
+    OVERFLOW = 6
+    INTERRUPTED = 7
+    REFUSED = 8
+    UNREADABLE = 9
+
 
 InterruptedCallback = CFUNCTYPE(c_int)
 
@@ -85,7 +100,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_close": (None, (_P,)),
     "a2a_destroy": (None, (_P,)),
     "a2a_add_segment": (c_int, (_P, _P, _N)),
-    "a2a_remove_segment": (None, (_P, c_int)),
     "a2a_read": (c_int, (c_int, _U64, _P, _N)),
     "a2a_enable_reads": (None, (_P, POINTER(c_int))),
     "a2a_failure": (_U64, (_P,)),
@@ -97,9 +111,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_epoch": (_U32, (_P,)),
     "a2a_peer_epoch": (_U32, (_P, _U32)),
     "a2a_ok_word": (POINTER(c_uint32), (_P,)),
-    "a2a_dead_peers": (c_int, (_P, POINTER(c_uint8))),
     "a2a_stats": (None, (_P, POINTER(c_uint64), POINTER(c_uint64))),
-    "a2a_is_symmetric": (c_int, (_P, _P, _N)),
     "a2a_request": (c_int, (_P, _U64, _U64, c_char_p)),
     "a2a_refuse": (c_int, (_P, _U32, c_char_p)),
     "a2a_barrier": (c_int, (_P, _U32)),
@@ -130,7 +142,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_pool_give": (None, (_P, _P)),
     "a2a_pool_dlpack": (_P, (_P, _P, _N)),
     "a2a_pool_close": (None, (_P,)),
-    "a2a_copy": (None, (_P, _P, _N, c_int)),
 }
 
 

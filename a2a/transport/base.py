@@ -47,6 +47,13 @@ class Wiring:
         return self.topology.world_size
 
 
+def not_one_domain(topology: Topology) -> str | None:
+    """Why the ranks can't all address each other's memory, or None."""
+    if topology.is_single_domain:
+        return None
+    return f"the group spans {len(topology.domains)} domains, whose ranks can't address each other's memory"
+
+
 class Transport(ABC):
     """Base class of the transports. Made collectively by all ranks of a domain, closed by each on its own."""
 
@@ -92,12 +99,8 @@ class Transport(ABC):
         """Give back a buffer that `tensor` was not called on. It is used again once every rank has given it back."""
 
     @abstractmethod
-    def is_symmetric(self, pointer: int, num_bytes: int) -> bool:
-        """Whether this rank's memory there can be reached by its peers."""
-
-    @abstractmethod
-    def raise_failure(self, result: int, op: str) -> None:
-        """Raise the error behind a kernel's result."""
+    def raise_failure(self, result: int, op: str, peer: int | None = None) -> None:
+        """Raise the error behind a kernel's result; `peer`: whose refusal it was, where that is known."""
 
     @abstractmethod
     def failed(self) -> bool:

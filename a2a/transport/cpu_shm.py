@@ -5,16 +5,15 @@ Decisions:
 * **Anonymous memory** (`memfd_create`), handed over as descriptors. It has no name, so nothing is left behind when every
   process is killed, no other user can open it, and neither the size nor the mount options of /dev/shm matter.
 * **One segment for all ranks**, made by rank 0: rank r's part begins at r times the stride. The first segment holds
-signals and
-  staging; further ones are arenas for `alloc`, cut deterministically, so that every rank finds the same offsets.
+  signals and staging; further ones are arenas for `alloc`, cut deterministically, so that every rank finds the same
+  offsets.
 * **A freed block is used again only when every rank has let go of it**: `alloc` is where ranks tell each other what they
   have let go of. Garbage collection alone never changes what the ranks agree on.
 * **Deaths are seen through pidfds**, which a process opens on itself and hands to its peers: they work between process-id
   namespaces and, unlike a socket that a forked child keeps open, tell of the process itself.
-* **Ranks read each other's ordinary memory** (`process_vm_readv`) where the system lets every one of them: tried
-once, with a
-  secret, when the communicator is made. It saves ordinary tensors of middling size a copy. Nothing is done to get the
-  permission; without it they are staged, and `stats()` says why.
+* **Ranks read each other's ordinary memory** (`process_vm_readv`) where the system lets every one of them: tried once,
+  with a secret, when the communicator is made. It saves ordinary tensors of middling size a copy. Nothing is done to get
+  the permission; without it they are staged, and `stats()` says why.
 * The mapping of a segment outlives `close()` for as long as a tensor needs it.
 """
 
@@ -32,7 +31,7 @@ import secrets
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from ctypes import c_int, c_uint8, c_uint64
+from ctypes import c_int, c_uint64
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -49,9 +48,10 @@ from a2a.errors import (
     UnsupportedError,
 )
 from a2a.kernels import cpu
+from a2a.kernels.cpu import Cause
 from a2a.topology import HostFacts, Topology, local_facts
 from a2a.topology.host import cores_together
-from a2a.transport.base import SymmetricBuffer, Transport, Wiring
+from a2a.transport.base import SymmetricBuffer, Transport, Wiring, not_one_domain
 from a2a.transport.fd_link import FdLink
 
 _log = logging.getLogger("a2a")
@@ -62,6 +62,8 @@ _STAGING_KB = 1024  # between each pair, up to 4 ranks
 _POPULATE_BYTES = 64 << 20  # staging up to this size is touched when the communicator is made
 _AGREE = struct.Struct("<QQ160sI60I")
 
+# The causes that are a peer's absence, and what PeerTimeoutError calls them.
+_GONE = {Cause.TIMEOUT: "timeout", Cause.DIED: "died", Cause.CLOSED: "closed", Cause.UNREADABLE: "died"}
 _DIED = "It may have been killed; its own output or the system's log says more."
 _LATE = "Rank {0} may have died or taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S."
 
@@ -96,8 +98,8 @@ class CpuShm(Transport):
     def unavailable(cls, topology: Topology, device_type: str) -> str | None:
         if device_type != "cpu":
             return f"it serves CPU tensors; this group's are on {device_type}"
-        if not topology.is_single_domain:
-            return f"the group spans {len(topology.domains)} domains, whose ranks can't address each other's memory"
+        if reason := not_one_domain(topology):
+            return reason
         if topology.domains[0].kind != "cpu_host":
             return f"the topology's domain is of kind {topology.domains[0].kind}, not cpu_host"
         try:
@@ -158,9 +160,8 @@ class CpuShm(Transport):
             raise UnsupportedError("cpu_shm: the ranks run different versions of a2a's compiled library")
         self.handle = handle
         self._control = (base, num_bytes, self._lib.a2a_pool_create(base, num_bytes, base, num_bytes))
-        self.why_no_reads = self._try_reads(
-            wiring, pidfds
-        )  # the exchange is a barrier: nobody signals before all have attached
+        # Its exchange is a barrier, too: nobody signals before all have attached.
+        self.why_no_reads = self._try_reads(wiring, pidfds)
 
     # ---- bringing memory up
 
@@ -192,8 +193,8 @@ class CpuShm(Transport):
             raise UnsupportedError(
                 f"mmap of {num_bytes} bytes failed; see `ulimit -v` and the container's memory limit"
             )
-        if format_with is None or num_bytes <= _POPULATE_BYTES:
-            self._lib.a2a_populate(base, num_bytes if format_with is not None else 0)
+        if format_with is not None and num_bytes <= _POPULATE_BYTES:
+            self._lib.a2a_populate(base, num_bytes)
         return base
 
     def _map(self, fd: int, num_bytes: int) -> int | None:
@@ -337,9 +338,6 @@ class CpuShm(Transport):
         pool: int | None = self._lib.a2a_pool_private(num_bytes)
         return None if pool is None else TensorPool(self, SymmetricBuffer(0, 0, num_bytes), pool)
 
-    def is_symmetric(self, pointer: int, num_bytes: int) -> bool:
-        return bool(self._lib.a2a_is_symmetric(self.handle, pointer, num_bytes))
-
     # ---- requests, failures, facts
 
     def request(self, agree: str, row_bytes: int, text: str) -> int:
@@ -425,38 +423,40 @@ class CpuShm(Transport):
         record: int = self._lib.a2a_failure(self.handle)
         cause, by, who, text = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF, record & 0xFFFF
         asked = self._lib.a2a_request_text(self.handle, by, text).decode(errors="replace")
-        self._raise(cause, by, who, asked, op)
+        self._raise(Cause(cause), by, who, asked, op)
 
     def _cause(self, rank: int) -> str:
         text: bytes = self._lib.a2a_cause_text(self.handle, rank)
         return text.decode(errors="replace")
 
-    def _raise(self, cause: int, by: int, peer: int, asked: str, op: str) -> None:
+    def _raise(self, cause: Cause, by: int, peer: int, asked: str, op: str) -> None:
         again = f" Raised in {op}: the communicator is broken since then; close it and make a new one."
-        if cause in (1, 2, 3, 9):
+        died = f"rank {peer} died: rank {by} {{}} in {asked}. {_DIED}"
+        if cause in _GONE:
             seen = f" This rank, {self.rank}, is at epoch {self._lib.a2a_epoch(self.handle)}"
             if peer != self.rank:
                 seen += f" and has seen rank {peer} at {self._lib.a2a_peer_epoch(self.handle, peer)}"
+            closed = f"rank {peer} has closed this communicator"
             what = {
-                1: f"rank {by} waited {self.timeout_s:.1f} s for rank {peer} in {asked}.{seen}. {_LATE.format(peer)}",
-                2: f"rank {peer} died: rank {by} was waiting for it in {asked}. {_DIED}",
-                3: f"rank {peer} has closed this communicator"
-                + (f": rank {by} was waiting for it in {asked}." if by != peer else " with work of its own in flight."),
-                9: f"rank {peer} died: rank {by} could not read its memory any more in {asked}. {_DIED}",
+                Cause.TIMEOUT: f"rank {by} waited {self.timeout_s:.1f} s for rank {peer} in {asked}.{seen}. "
+                + _LATE.format(peer),
+                Cause.DIED: died.format("was waiting for it"),
+                Cause.UNREADABLE: died.format("could not read its memory any more"),
+                Cause.CLOSED: f"{closed}: rank {by} was waiting for it in {asked}."
+                if by != peer
+                else f"{closed} with work of its own in flight.",
             }[cause]
-            name = {1: "timeout", 2: "died", 3: "closed", 9: "died"}[cause]
-            raise PeerTimeoutError(what + again, rank=self.rank, peer=peer, op=asked, cause=name)
-        if cause in (4, 5):
-            raise MismatchError(
-                self._cause(by) + "." + again, rank=self.rank, peer=peer if by == self.rank else by, op=op
-            )
-        if cause == 6:
+            raise PeerTimeoutError(what + again, rank=self.rank, peer=peer, op=asked, cause=_GONE[cause])
+        if cause in (Cause.MISMATCH, Cause.SPLITS):
+            other = peer if by == self.rank else by
+            raise MismatchError(self._cause(by) + "." + again, rank=self.rank, peer=other, op=op)
+        if cause == Cause.OVERFLOW:
             raise RowOverflowError(self._cause(by) + "." + again)
-        if cause == 7:
+        if cause == Cause.INTERRUPTED:
             raise InterruptedRankError(f"rank {by} was interrupted in {asked}." + again)
         raise A2AError(f"rank {by}: {self._cause(by)}." + again)
 
-    def fail(self, cause: int, message: str) -> None:
+    def fail(self, cause: Cause, message: str) -> None:
         """Break the communicator on purpose, with a reason that reaches every rank."""
         self._lib.a2a_fail(self.handle, cause, self.rank, message.encode()[:1000])
 
@@ -487,12 +487,6 @@ class CpuShm(Transport):
                 if p != self.rank
             ],
         }
-
-    def dead(self) -> list[int]:
-        """The ranks whose processes are gone."""
-        flags = (c_uint8 * self.world_size)()
-        self._lib.a2a_dead_peers(self.handle, flags)
-        return [r for r in range(self.world_size) if flags[r]]
 
     def close(self) -> None:
         if self._closed:

@@ -33,7 +33,7 @@ import torch
 from a2a.errors import A2AError, MismatchError, PeerTimeoutError, UnsupportedError
 from a2a.kernels import cuda
 from a2a.topology import Topology
-from a2a.transport.base import SymmetricBuffer, Transport, Wiring
+from a2a.transport.base import SymmetricBuffer, Transport, Wiring, not_one_domain
 from a2a.transport.fd_link import FdLink
 
 _CONTROL_BYTES = 4096
@@ -160,8 +160,8 @@ class CudaVmm(Transport):
     def unavailable(cls, topology: Topology, device_type: str) -> str | None:
         if device_type != "cuda":
             return f"it serves CUDA tensors; this group's are on {device_type}"
-        if not topology.is_single_domain:
-            return f"the group spans {len(topology.domains)} domains, whose ranks can't address each other's memory"
+        if reason := not_one_domain(topology):
+            return reason
         if not torch.cuda.is_available():
             return "torch finds no CUDA device here"
         try:
@@ -182,6 +182,7 @@ class CudaVmm(Transport):
         self.device = torch.device("cuda", index)
         self._closed = False
         self._requests: list[tuple[int, str]] = []
+        self._numbers: dict[tuple[int, str], int] = {}
         self._blocks: dict[int, _Block] = {}
         torch.cuda.synchronize(self.device)  # makes the context current
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
@@ -304,17 +305,16 @@ class CudaVmm(Transport):
         if not self._closed:
             self._blocks[buffer.address].released = True
 
-    def is_symmetric(self, pointer: int, num_bytes: int) -> bool:
-        offset = pointer - self._windows.pointer(self.rank, 0)
-        return any(start <= offset and offset + num_bytes <= start + b.num_bytes for start, b in self._blocks.items())
-
     # ---- requests and failures
 
     def request(self, agree: str, row_bytes: int, text: str) -> int:
         """Register what a call asks for. `row_bytes` is not compared here: the sizes of the pieces are."""
         digest = int.from_bytes(hashlib.sha256(agree.encode()).digest()[:4], "little") or 1
-        self._requests.append((digest, text))
-        return len(self._requests) - 1
+        key = (digest, text)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._requests)
+            self._requests.append(key)
+        return self._numbers[key]
 
     def digest(self, request: int) -> int:
         """What peers compare; 0 is a refusal's."""

@@ -27,7 +27,21 @@ struct Cut {
   std::uint32_t tile_columns;
   std::uint32_t tiles;
 
-  std::size_t units(std::size_t tokens) const { return ceil_div(tokens, tokens_per_unit) * tiles; }
+  std::uint32_t units(std::size_t tokens) const {
+    return static_cast<std::uint32_t>(ceil_div(tokens, tokens_per_unit) * tiles);
+  }
+};
+
+// What one unit of a cut holds: tokens [first, first + tokens), columns [at, at + columns).
+struct Unit {
+  std::uint32_t tile, first, tokens, at, columns;
+
+  Unit(const Cut& cut, std::uint32_t all_columns, std::size_t all_tokens, std::uint32_t number)
+      : tile(number % cut.tiles), first(number / cut.tiles * cut.tokens_per_unit), at(tile * cut.tile_columns) {
+    const std::uint32_t left = static_cast<std::uint32_t>(all_tokens) - first;
+    tokens = left < cut.tokens_per_unit ? left : cut.tokens_per_unit;
+    columns = all_columns - at < cut.tile_columns ? all_columns - at : cut.tile_columns;
+  }
 };
 
 constexpr std::uint32_t kTileColumns =

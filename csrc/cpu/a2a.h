@@ -28,8 +28,7 @@ A2A_API void a2a_set_timeout(a2a_context*, double timeout_s);
 A2A_API void a2a_close(a2a_context*);    // stops the progress thread, tells peers; memory stays
 A2A_API void a2a_destroy(a2a_context*);  // after close; unmaps the control segment
 A2A_API int a2a_add_segment(a2a_context*, void* base, size_t stride);  // index, or -1
-A2A_API void a2a_remove_segment(a2a_context*, int index);
-A2A_API void a2a_populate(void* base, size_t bytes);  // touch pages, so that no op pays for it
+A2A_API void a2a_populate(void* base, size_t bytes);                   // touch pages, so that no op pays for it
 
 A2A_API int a2a_read(int pid, uint64_t from, void* to, size_t bytes);  // process_vm_readv: 0, or errno
 A2A_API void a2a_enable_reads(a2a_context*, const int* pids);  // when every rank may read every other; null: not
@@ -44,9 +43,7 @@ A2A_API const char* a2a_refusal(a2a_context*);  // and why
 A2A_API uint32_t a2a_peer_epoch(a2a_context*, uint32_t peer);
 A2A_API uint32_t a2a_epoch(a2a_context*);
 A2A_API uint32_t* a2a_ok_word(a2a_context*);
-A2A_API int a2a_dead_peers(a2a_context*, uint8_t* dead);  // how many; dead[p] = 1
 A2A_API void a2a_stats(a2a_context*, uint64_t* per_peer_3, uint64_t* totals_6);
-A2A_API int a2a_is_symmetric(a2a_context*, const void* p, size_t bytes);
 
 // --- collectives. `request` is the index that a2a_request gave to {digest, text}.
 A2A_API int a2a_request(a2a_context*, uint64_t digest, uint64_t row_bytes, const char* text);
@@ -122,8 +119,6 @@ A2A_API void* a2a_pool_dlpack(a2a_pool*, void* p,
 A2A_API void* a2a_pool_take_at(a2a_pool*, size_t offset, size_t bytes);
 A2A_API int a2a_pool_holds(a2a_pool*, size_t offset);
 A2A_API void a2a_pool_close(a2a_pool*);  // unmaps once the last block is back
-
-A2A_API void a2a_copy(void* out, const void* in, size_t bytes, int stream);  // the copy that the collectives use
 
 // --- CUDA: loading and launching kernels through the driver (cuda_launch.cpp). Results are the driver's CUresult; 0 is success.
 A2A_API int a2a_cuda_open(void);  // finds libcuda.so.1; before all else here

@@ -33,7 +33,7 @@ namespace {
 constexpr std::size_t kStep = 512 << 10, kLongStep = 16 << 20;
 // Larger pieces are staged: both sides then copy at once, the target's side past the cache.
 constexpr std::uint64_t kReadMost = 4 << 20;
-constexpr std::uint64_t kPastCache = 2 << 20;  // pieces of this rank's own memory that are copied past the cache
+constexpr std::uint64_t kPastCache = 2 << 20;  // the least that is read, or copied at home, past the cache
 
 enum Way : std::uint8_t { kDone, kEager, kPush, kPull, kStaged };
 
@@ -43,16 +43,14 @@ struct PeerState {
   const std::uint8_t* remote_in;  // pull: where to load
   std::uint64_t plain_in;         // read: where, in the peer's own addresses
   Way send, recv;
-  bool send_moved, recv_moved;  // push or pull: all bytes are over; kDone comes with the signal
 };
 
-// Streaming needs somewhere to come from and go to that is larger than the cache; the ring itself should stay in it.
-void move(Context& c, std::uint8_t* out, const std::uint8_t* in, std::size_t bytes, bool stream) {
+// Small pieces are not worth a way past the cache.
+void move(std::uint8_t* out, const std::uint8_t* in, std::size_t bytes, bool stream) {
   if (stream && bytes >= 4096)
     simd().copy_stream(out, in, bytes);
   else if (bytes)
     std::memcpy(out, in, bytes);
-  (void)c;
 }
 
 struct Exchange {
@@ -72,7 +70,7 @@ struct Exchange {
     for (std::size_t at = 0; at < bytes; at += kBounce) {
       const std::size_t n = bytes - at < kBounce ? bytes - at : kBounce;
       if (int error = a2a_read(c.pids[p], from + at, c.bounce, n)) return error;
-      move(c, to + at, c.bounce, n, true);
+      move(to + at, c.bounce, n, true);
     }
     return 0;
   }
@@ -125,7 +123,7 @@ struct Exchange {
     if (s.send == kPush) {
       const std::size_t n = std::size_t(pair.send_bytes - s.sent < step ? pair.send_bytes - s.sent : step);
       if (mutant(kEarlySignal) && s.sent == 0) signal(c, p, c.word(Geometry::kPushDone, p, c.rank), e);
-      move(c, s.remote_out + s.sent, pair.in + s.sent, n, stream);
+      move(s.remote_out + s.sent, pair.in + s.sent, n, stream);
       s.sent += n;
       if (s.sent < pair.send_bytes) return true;
       c.bytes_pushed += pair.send_bytes;
@@ -175,7 +173,7 @@ struct Exchange {
     if (s.recv == kPull) {
       const std::size_t n = std::size_t(pair.recv_bytes - s.received < step ? pair.recv_bytes - s.received : step);
       if (!s.plain_in) {
-        move(c, pair.out + s.received, s.remote_in + s.received, n, stream);
+        move(pair.out + s.received, s.remote_in + s.received, n, stream);
       } else if (read(p, s.plain_in + s.received, pair.out + s.received, n, stream && pair.recv_bytes >= kPastCache)) {
         fail(c, kUnreadable, p, text, nullptr);  // it waits for this rank, so its memory can only be gone with it
         return false;
@@ -195,7 +193,7 @@ struct Exchange {
     const std::size_t bytes =
         std::size_t(pair.recv_bytes - s.received < c.geo.slot_bytes ? pair.recv_bytes - s.received : c.geo.slot_bytes);
     if (mutant(kEarlyConsume)) signal(c, p, consumed, n + 1);
-    move(c, pair.out + s.received, c.ring(c.rank, p, n), bytes, stream);
+    move(pair.out + s.received, c.ring(c.rank, p, n), bytes, stream);
     if (!mutant(kEarlyConsume)) signal(c, p, consumed, n + 1);
     s.received += bytes;
     if (s.received < pair.recv_bytes) return true;
@@ -239,7 +237,7 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
   if (self.send_bytes != self.recv_bytes || self.in == self.out)
     copied = self.send_bytes;                                            // checked by the caller; nothing to do
   if (total <= 2 * c.geo.eager_bytes * P && copied < self.send_bytes) {  // while the peers' entries travel
-    move(c, self.out, self.in, self.send_bytes, stream);
+    move(self.out, self.in, self.send_bytes, stream);
     copied = self.send_bytes;
   }
   if (int rc = await_entries(c, request, inline_call)) return rc;
@@ -271,7 +269,7 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
     if (!moved && copied < self.send_bytes) {  // the own piece fills the gaps
       const std::uint64_t most = x.step == kStep ? kStep / 2 : kLongStep;
       const std::uint64_t n = self.send_bytes - copied < most ? self.send_bytes - copied : most;
-      move(c, self.out + copied, self.in + copied, n, stream && self.send_bytes >= kPastCache);
+      move(self.out + copied, self.in + copied, n, stream && self.send_bytes >= kPastCache);
       copied += n;
       continue;
     }
@@ -282,7 +280,7 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
       return rc;
   }
   if (copied < self.send_bytes)
-    move(c, self.out + copied, self.in + copied, self.send_bytes - copied, stream && self.send_bytes >= kPastCache);
+    move(self.out + copied, self.in + copied, self.send_bytes - copied, stream && self.send_bytes >= kPastCache);
   return kOk;
 }
 

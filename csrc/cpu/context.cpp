@@ -334,8 +334,6 @@ int a2a_add_segment(a2a_context* h, void* base, size_t stride) {
   c->num_segments.store(n + 1, std::memory_order_release);
   return int(n);
 }
-void a2a_remove_segment(a2a_context* h, int index) { C(h)->segments[index] = {nullptr, 0}; }
-int a2a_is_symmetric(a2a_context* h, const void* p, size_t bytes) { return C(h)->address_of(p, bytes) != 0; }
 
 int a2a_read(int pid, uint64_t from, void* to, size_t bytes) {
   const iovec local{to, bytes}, remote{reinterpret_cast<void*>(from), bytes};
@@ -369,16 +367,6 @@ uint32_t a2a_peer_epoch(a2a_context* h, uint32_t peer) {
 }
 uint32_t* a2a_ok_word(a2a_context* c) { return reinterpret_cast<uint32_t*>(&C(c)->header().ok); }
 
-int a2a_dead_peers(a2a_context* h, uint8_t* dead) {
-  Context& c = *C(h);
-  int n = 0;
-  for (std::uint32_t p = 0; p < c.world; p++) {
-    dead[p] = p != c.rank && c.pidfds && gone(c.pidfds[p]);
-    n += dead[p];
-  }
-  return n;
-}
-
 void a2a_stats(a2a_context* h, uint64_t* per_peer, uint64_t* totals) {
   Context& c = *C(h);
   std::memcpy(per_peer, c.stats, c.world * sizeof(PeerStats));
@@ -393,11 +381,4 @@ int a2a_request(a2a_context* h, uint64_t digest, uint64_t row_bytes, const char*
   std::strncpy(c.text(c.rank, index), text, kTextBytes - 1);
   c.text(c.rank, index)[kTextBytes - 1] = 0;
   return int(index);
-}
-
-void a2a_copy(void* out, const void* in, size_t bytes, int stream) {
-  if (stream)
-    simd().copy_stream(static_cast<std::uint8_t*>(out), static_cast<const std::uint8_t*>(in), bytes);
-  else
-    std::memcpy(out, in, bytes);
 }

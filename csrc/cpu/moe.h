@@ -1,5 +1,8 @@
 // What the MoE kernels share: who owns which expert, where each row goes, and the rows of each token.
 #pragma once
+#include <cstdlib>
+#include <cstring>
+
 #include "a2a.h"
 #include "queue.h"
 #include "signal.h"
@@ -8,7 +11,7 @@
 struct a2a_moe {
   a2a::Context* c;
   std::uint32_t experts, top_k, hidden, max_tokens, dtype, alignment, wire, wire_combine;
-  std::uint64_t counts_address;   // symmetric: two parities of uint32 [experts + world], see Counts
+  std::uint64_t counts_address;   // symmetric: two parities of uint32 [experts + world], see moe_count.cpp
   std::int32_t *owner, *local;    // [experts]: the rank that holds it; its index there
   std::int32_t *of_rank, *first;  // experts by (rank, id); first[r] .. first[r + 1]
   std::uint32_t my_experts;
@@ -67,10 +70,6 @@ struct WireRow {
   Cut cut;
   std::size_t ids_at, weights_at, rows_at;
   WireRow(const a2a_moe& m, bool with_ids);
-  std::uint32_t columns(const a2a_moe& m, std::uint32_t tile) const {
-    const std::uint32_t at = tile * cut.tile_columns;
-    return m.hidden - at < cut.tile_columns ? m.hidden - at : cut.tile_columns;
-  }
 };
 
 // Ask for a row that is read next. Rows are scattered, and the processor's own prefetcher starts anew with each page.
@@ -97,10 +96,13 @@ class Publication {
   bool has_space() const {
     if (mutant(kIgnoreReaders)) return true;
     for (std::uint32_t p = 0; p < c_.world; p++)
-      if (p != c_.rank &&
-          reached(mine_, c_.word(Geometry::kTaken, c_.rank, p).load(std::memory_order_acquire) + c_.geo.publish_slots))
-        return false;
+      if (p != c_.rank && full_for(p)) return false;
     return true;
+  }
+  // Whether the next slot still holds what `reader` has not taken.
+  bool full_for(std::uint32_t reader) const {
+    return reached(mine_,
+                   c_.word(Geometry::kTaken, c_.rank, reader).load(std::memory_order_acquire) + c_.geo.publish_slots);
   }
   std::uint8_t* slot() { return c_.publication(c_.rank, mine_); }
   void publish() {
@@ -123,5 +125,54 @@ class Publication {
   std::uint32_t* taken_;
   std::uint32_t mine_;
 };
+
+// Every rank publishes its tokens unit by unit, and every rank sees every unit of every rank, its own first.
+//   fill(unit, slot)             store this rank's unit, and whatever else must be stored before it is announced
+//   consume(source, unit, slot)  take what is this rank's; units of one source come in order
+// PROGRESS units are published and taken in turns; a full ring only stops publishing. Readers take all units of every
+//          source, so a ring empties whatever its owner does.
+template <class Fill, class Consume>
+int circulate(a2a_moe& m, const Cut& cut, const Fill& fill, const Consume& consume) {
+  Context& c = *m.c;
+  const std::uint32_t P = c.world, me = c.rank;
+  std::uint32_t* done = m.scratch<std::uint32_t>(3, P);  // units taken from each source
+  std::memset(done, 0, P * sizeof *done);
+  Publication ring(c, c.scratch);
+  Wait wait(c, m.text, true);
+  auto units_of = [&](std::uint32_t s) { return cut.units(std::size_t(m.tokens[s])); };
+  auto missing = [&](std::uint32_t p) {
+    return p != me && (done[p] < units_of(p) || (done[me] < units_of(me) && ring.full_for(p)));
+  };
+  for (;;) {
+    bool moved = false, left = false;
+    if (done[me] < units_of(me)) {
+      left = true;
+      if (ring.has_space()) {
+        std::uint8_t* slot = ring.slot();
+        if (mutant(kEarlyPublish) && P > 1) ring.publish();
+        fill(done[me], slot);
+        if (!mutant(kEarlyPublish) && P > 1) ring.publish();
+        consume(me, done[me]++, slot);
+        moved = true;
+      }
+    }
+    for (std::uint32_t i = 1; i < P; i++) {
+      const std::uint32_t s = (me + i) % P;
+      if (done[s] >= units_of(s)) continue;
+      left = true;
+      const std::uint8_t* slot = ring.next(s);
+      if (!slot) continue;
+      if (mutant(kEarlyTake)) ring.take(s);
+      consume(s, done[s]++, slot);
+      if (!mutant(kEarlyTake)) ring.take(s);
+      moved = true;
+    }
+    if (!left) return kOk;
+    if (moved)
+      wait.progressed();
+    else if (int rc = wait.idle(missing))
+      return rc;
+  }
+}
 
 }  // namespace a2a

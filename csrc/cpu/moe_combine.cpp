@@ -73,12 +73,9 @@ struct Combine {
     return true;
   }
 
-  void fill(std::uint32_t owner, std::uint32_t unit, std::uint8_t* slot) const {
-    const std::uint32_t tile = unit % layout.cut.tiles, t0 = unit / layout.cut.tiles * layout.cut.tokens_per_unit;
-    const std::uint32_t left = std::uint32_t(m.tokens[owner]) - t0;
-    const std::uint32_t n = left < layout.cut.tokens_per_unit ? left : layout.cut.tokens_per_unit;
-    const std::uint32_t at = tile * layout.cut.tile_columns;
-    const std::uint32_t columns = m.hidden - at < layout.cut.tile_columns ? m.hidden - at : layout.cut.tile_columns;
+  void fill(std::uint32_t owner, std::uint32_t number, std::uint8_t* slot) const {
+    const Unit unit(layout.cut, m.hidden, std::size_t(m.tokens[owner]), number);
+    const std::uint32_t tile = unit.tile, t0 = unit.first, n = unit.tokens, at = unit.at, columns = unit.columns;
     auto* head = reinterpret_cast<std::uint32_t*>(slot);
     auto* tokens = reinterpret_cast<std::uint32_t*>(slot + layout.tokens_at);
     auto* grads = reinterpret_cast<Grad*>(slot + layout.grads_at);
@@ -97,13 +94,10 @@ struct Combine {
   }
 
   // Sum one unit of this rank's own tokens; slots[p] is peer p's part of it.
-  void sum(std::uint32_t unit, const std::uint8_t* const* slots, std::uint32_t* cursor, std::uint8_t* own) const {
+  void sum(std::uint32_t number, const std::uint8_t* const* slots, std::uint32_t* cursor, std::uint8_t* own) const {
     const std::uint32_t P = m.c->world, me = m.c->rank;
-    const std::uint32_t tile = unit % layout.cut.tiles, t0 = unit / layout.cut.tiles * layout.cut.tokens_per_unit;
-    const std::uint32_t left = std::uint32_t(m.tokens[me]) - t0;
-    const std::uint32_t n = left < layout.cut.tokens_per_unit ? left : layout.cut.tokens_per_unit;
-    const std::uint32_t at = tile * layout.cut.tile_columns;
-    const std::uint32_t columns = m.hidden - at < layout.cut.tile_columns ? m.hidden - at : layout.cut.tile_columns;
+    const Unit unit(layout.cut, m.hidden, std::size_t(m.tokens[me]), number);
+    const std::uint32_t tile = unit.tile, t0 = unit.first, n = unit.tokens, at = unit.at, columns = unit.columns;
     const std::uint32_t partial_dtype = m.wire_combine ? std::uint32_t(kFloat32) : m.dtype;
     const void** in = static_cast<const void**>(__builtin_alloca(P * sizeof(void*)));
     std::memset(cursor, 0, P * sizeof *cursor);
@@ -171,7 +165,7 @@ int run(a2a_moe& m, std::uint32_t request, const void* rows, std::int64_t num_ro
   std::memset(sent, 0, P * sizeof *sent);
   auto* own = m.scratch<std::uint8_t>(6, layout.stride);
   const std::uint8_t** slots = static_cast<const std::uint8_t**>(__builtin_alloca(P * sizeof(void*)));
-  auto units_of = [&](std::uint32_t r) { return std::uint32_t(layout.cut.units(std::size_t(m.tokens[r]))); };
+  auto units_of = [&](std::uint32_t r) { return layout.cut.units(std::size_t(m.tokens[r])); };
   const std::uint32_t my_units = units_of(me);
   std::uint32_t summed = 0;
   auto has_room = [&](std::uint32_t p) {

@@ -9,8 +9,7 @@
 //          R loads published (acquire), then the unit. Direct rows: R returns only after the last unit of every source.
 // REUSE    a slot is written again when every reader's `taken` has passed it, which it stores after its last load. Direct
 //          rows: the block is this call's alone until the tensor that owns it dies.
-// PROGRESS units are published and taken in turns; a full ring only stops publishing. Readers take all units of every source,
-//          so a ring empties whatever its owner does.
+// PROGRESS as in circulate (moe.h).
 // FAILURE  as in signal.h; the outputs are undefined.
 #include <cstdio>
 #include <cstdlib>
@@ -26,7 +25,6 @@ struct Dispatch {
   const a2a_moe_rows& out;
   const WireRow wire;
   bool stream;
-  std::uint32_t* done;            // [world] units taken from each source
   std::int64_t* position;         // [world][tokens_per_unit * top_k] rows of a source's running unit
   std::int64_t* remote_position;  // [tokens_per_unit * top_k] rows of this rank's running unit elsewhere (direct)
   std::int32_t* compact_at;       // [world] next distinct token of each source
@@ -53,14 +51,12 @@ struct Dispatch {
   }
 
   // Copy what is this rank's from one unit of `source`. `raw_rows` is not null where the rows are still the source's own x.
-  void consume(std::uint32_t source, std::uint32_t unit, const std::uint8_t* slot, const std::uint8_t* raw_rows) {
+  void consume(std::uint32_t source, std::uint32_t number, const std::uint8_t* slot, const std::uint8_t* raw_rows) {
     Context& c = *m.c;
-    const std::uint32_t tile = unit % wire.cut.tiles, t0 = unit / wire.cut.tiles * wire.cut.tokens_per_unit;
-    const std::uint32_t left = std::uint32_t(m.tokens[source]) - t0;
-    const std::uint32_t n = left < wire.cut.tokens_per_unit ? left : wire.cut.tokens_per_unit;
-    const std::uint32_t at = tile * wire.cut.tile_columns, columns = wire.columns(m, tile), K = m.top_k;
+    const Unit unit(wire.cut, m.hidden, std::size_t(m.tokens[source]), number);
+    const std::uint32_t t0 = unit.first, n = unit.tokens, at = unit.at, columns = unit.columns, K = m.top_k;
     std::int64_t* where = position + source * unit_ids();
-    if (tile == 0) {
+    if (unit.tile == 0) {
       const auto* ids = reinterpret_cast<const std::int32_t*>(slot + wire.ids_at);
       const auto* weights = reinterpret_cast<const float*>(slot + wire.weights_at);
       for (std::uint32_t t = 0; t < n; t++) {
@@ -102,11 +98,6 @@ struct Dispatch {
   }
 };
 
-template <class Id>
-void copy_ids(std::int32_t* out, const Id* ids, std::size_t n) {
-  for (std::size_t i = 0; i < n; i++) out[i] = std::int32_t(ids[i]);
-}
-
 }  // namespace
 }  // namespace a2a
 
@@ -125,13 +116,11 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
              *rows,
              wire,
              false,
-             m.scratch<std::uint32_t>(3, P),
              m.scratch<std::int64_t>(4, (P + 1) * ids_n + P * wire.cut.tokens_per_unit),
              nullptr,
              nullptr,
              nullptr,
              rows->direct != 0};
-  std::memset(d.done, 0, P * sizeof *d.done);
   d.remote_position = d.position + P * ids_n;
   d.compact_row = d.remote_position + ids_n;
   d.compact_at = m.scratch<std::int32_t>(5, P);
@@ -181,30 +170,16 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
     direct_peer |= m.direct[p] != 0;
   }
   const bool ring_rows = staged_peer || m.wire != kNoWire;
-  const std::uint32_t my_units = std::uint32_t(wire.cut.units(tokens));
-  std::uint32_t published = 0;
-  Publication ring(c, c.scratch);
-  Wait wait(c, m.text, true);
-  auto units_of = [&](std::uint32_t s) { return std::uint32_t(wire.cut.units(std::size_t(m.tokens[s]))); };
-  auto missing = [&](std::uint32_t p) {
-    return p != me &&
-           (d.done[p] < units_of(p) ||
-            (published < my_units &&
-             reached(c.published(me).load(std::memory_order_relaxed),
-                     c.word(Geometry::kTaken, me, p).load(std::memory_order_relaxed) + c.geo.publish_slots)));
+  auto id_of = [&](std::size_t i) {  // of the i-th (token, k) of this rank
+    return ids_bytes == 4 ? static_cast<const std::int32_t*>(ids)[i]
+                          : std::int32_t(static_cast<const std::int64_t*>(ids)[i]);
   };
-
-  auto publish = [&]() {
-    const std::uint32_t tile = published % wire.cut.tiles, t0 = published / wire.cut.tiles * wire.cut.tokens_per_unit;
-    const std::uint32_t n = tokens - t0 < wire.cut.tokens_per_unit ? tokens - t0 : wire.cut.tokens_per_unit;
-    const std::uint32_t at = tile * wire.cut.tile_columns, columns = wire.columns(m, tile);
-    std::uint8_t* slot = ring.slot();
+  auto fill = [&](std::uint32_t number, std::uint8_t* slot) {
+    const Unit unit(wire.cut, m.hidden, tokens, number);
+    const std::uint32_t t0 = unit.first, n = unit.tokens, at = unit.at, columns = unit.columns;
     auto* unit_ids = reinterpret_cast<std::int32_t*>(slot + wire.ids_at);
-    if (tile == 0) {
-      if (ids_bytes == 4)
-        copy_ids(unit_ids, static_cast<const std::int32_t*>(ids) + std::size_t(t0) * K, std::size_t(n) * K);
-      else
-        copy_ids(unit_ids, static_cast<const std::int64_t*>(ids) + std::size_t(t0) * K, std::size_t(n) * K);
+    if (unit.tile == 0) {
+      for (std::size_t i = 0; i < std::size_t(n) * K; i++) unit_ids[i] = id_of(std::size_t(t0) * K + i);
       auto* unit_weights = reinterpret_cast<float*>(slot + wire.weights_at);
       if (weights)
         std::memcpy(unit_weights, static_cast<const float*>(weights) + std::size_t(t0) * K, std::size_t(n) * K * 4);
@@ -212,7 +187,6 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
         for (std::size_t i = 0; i < std::size_t(n) * K; i++) unit_weights[i] = 1.0f;
     }
     const auto* x_rows = static_cast<const std::uint8_t*>(x);
-    if (mutant(kEarlyPublish) && P > 1) ring.publish();
     for (std::uint32_t t = 0; t < n && ring_rows; t++) {
       std::uint8_t* to = slot + wire.rows_at + t * wire.stride;
       if (m.wire == kNoWire) {
@@ -234,19 +208,14 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
         const std::uint8_t* in = x_rows + std::size_t(t0 + t) * m.row_bytes() + at * m.element();
         for (std::uint32_t k = 0; k < K; k++) {
           std::int64_t& to = d.remote_position[t * K + k];
-          if (tile == 0) {
-            const std::int32_t id =
-                ids_bytes == 4 ? static_cast<const std::int32_t*>(ids)[std::size_t(t0 + t) * K + k]
-                               : std::int32_t(static_cast<const std::int64_t*>(ids)[std::size_t(t0 + t) * K + k]);
+          const std::int32_t id = id_of(std::size_t(t0 + t) * K + k);
+          if (unit.tile == 0) {
             to = -1;
             if (id < 0 || m.owner[id] == std::int32_t(me) || !m.direct[m.owner[id]]) continue;
             to = m.remote[id]++;
             if (rows->limit >= 0 && to >= rows->limit) to = -1;
           }
           if (to < 0) continue;
-          const std::int32_t id =
-              ids_bytes == 4 ? static_cast<const std::int32_t*>(ids)[std::size_t(t0 + t) * K + k]
-                             : std::int32_t(static_cast<const std::int64_t*>(ids)[std::size_t(t0 + t) * K + k]);
           const std::uint32_t p = std::uint32_t(m.owner[id]);
           copy_row(c.at(p, m.direct[p]) + std::size_t(to) * m.row_bytes() + at * m.element(), in, columns * m.element(),
                    stream);
@@ -254,41 +223,16 @@ int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* 
       }
       if (stream) simd().fence();
     }
-    if (!mutant(kEarlyPublish) && P > 1) ring.publish();
-    d.consume(me, published, slot, m.wire == kNoWire ? x_rows : nullptr);
-    published++;
   };
-
-  for (;;) {
-    bool moved = false, left = false;
-    if (published < my_units) {
-      left = true;
-      if (ring.has_space()) {
-        publish();
-        moved = true;
-      }
-    }
-    for (std::uint32_t i = 1; i < P; i++) {
-      const std::uint32_t s = (me + i) % P;
-      if (d.done[s] >= units_of(s)) continue;
-      left = true;
-      const std::uint8_t* slot = ring.next(s);
-      if (!slot) continue;
-      if (mutant(kEarlyTake)) ring.take(s);
-      d.consume(s, d.done[s]++, slot, nullptr);
-      if (!mutant(kEarlyTake)) ring.take(s);
-      moved = true;
-    }
-    if (!left) break;
-    if (moved)
-      wait.progressed();
-    else if (int rc = wait.idle(missing)) {
-      unlock(c);
-      return rc;
-    }
+  const int rc =
+      circulate(m, wire.cut, fill, [&](std::uint32_t source, std::uint32_t number, const std::uint8_t* slot) {
+        const bool raw = source == me && m.wire == kNoWire;
+        d.consume(source, number, slot, raw ? static_cast<const std::uint8_t*>(x) : nullptr);
+      });
+  if (rc == kOk) {
+    if (d.stream) simd().fence();
+    *rows->overflow = d.overflow;
   }
-  if (d.stream) simd().fence();
-  *rows->overflow = d.overflow;
   unlock(c);
-  return kOk;
+  return rc;
 }

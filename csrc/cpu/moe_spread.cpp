@@ -36,28 +36,26 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
     std::memset(out + std::size_t(r) * row_bytes, 0, row_bytes);
     if (weight_grads) weight_grads[r] = 0;
   }
-  std::uint32_t* done = m.scratch<std::uint32_t>(3, P);
-  std::memset(done, 0, P * sizeof *done);
   const std::size_t most_rows = m.top_k;  // of one token here
   float* lanes = m.scratch<float>(4, (wire.cut.tiles > 1 ? P * most_rows : 1) * 256);
   auto* dequantized = m.scratch<std::uint8_t>(6, row_bytes);
-  Publication ring(c, c.scratch);
-  Wait wait(c, m.text, true);
-  const std::uint32_t my_units = std::uint32_t(wire.cut.units(tokens));
-  std::uint32_t published = 0;
-  auto units_of = [&](std::uint32_t s) { return std::uint32_t(wire.cut.units(std::size_t(m.tokens[s]))); };
-  auto missing = [&](std::uint32_t p) {
-    return p != me &&
-           (done[p] < units_of(p) ||
-            (published < my_units &&
-             reached(c.published(me).load(std::memory_order_relaxed),
-                     c.word(Geometry::kTaken, me, p).load(std::memory_order_relaxed) + c.geo.publish_slots)));
+  auto fill = [&](std::uint32_t number, std::uint8_t* slot) {
+    if (P == 1 && m.wire == kNoWire) return;  // nobody reads it
+    const Unit unit(wire.cut, m.hidden, tokens, number);
+    for (std::uint32_t t = 0; t < unit.tokens; t++) {
+      std::uint8_t* to = slot + wire.rows_at + t * wire.stride;
+      const std::uint8_t* in =
+          static_cast<const std::uint8_t*>(g) + std::size_t(unit.first + t) * row_bytes + unit.at * element;
+      if (m.wire == kNoWire)
+        std::memcpy(to, in, unit.columns * element);
+      else
+        simd().quantize(m.dtype, m.wire, to, to + unit.columns, in, unit.columns);
+    }
   };
-  auto consume = [&](std::uint32_t source, std::uint32_t unit, const std::uint8_t* slot, const std::uint8_t* raw) {
-    const std::uint32_t tile = unit % wire.cut.tiles, t0 = unit / wire.cut.tiles * wire.cut.tokens_per_unit;
-    const std::uint32_t left = std::uint32_t(m.tokens[source]) - t0;
-    const std::uint32_t n = left < wire.cut.tokens_per_unit ? left : wire.cut.tokens_per_unit;
-    const std::uint32_t at = tile * wire.cut.tile_columns, columns = wire.columns(m, tile);
+  auto consume = [&](std::uint32_t source, std::uint32_t number, const std::uint8_t* slot) {
+    const auto* raw = source == me && m.wire == kNoWire ? static_cast<const std::uint8_t*>(g) : nullptr;
+    const Unit unit(wire.cut, m.hidden, std::size_t(m.tokens[source]), number);
+    const std::uint32_t t0 = unit.first, n = unit.tokens, at = unit.at, columns = unit.columns;
     for (std::uint32_t t = 0; t < n; t++) {
       const std::int64_t i = index.first_token[source] + t0 + t;
       for (std::int32_t r = index.start[i + 1]; weight_grads && t + 1 < n && r < index.start[i + 2]; r++)
@@ -77,56 +75,14 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
             weight_grads ? lanes + (wire.cut.tiles > 1 ? (source * most_rows + which % most_rows) * 256 : 0) : nullptr;
         simd().scale_dot(m.dtype, out + row * row_bytes + at * element, in,
                          rows ? static_cast<const std::uint8_t*>(rows) + row * row_bytes + at * element : nullptr,
-                         weights ? weights[row] : 1.0f, lane, tile == 0, columns, stream);
-        if (lane && tile + 1 == wire.cut.tiles) weight_grads[row] = simd().fold(m.dtype, lane);
+                         weights ? weights[row] : 1.0f, lane, unit.tile == 0, columns, stream);
+        if (lane && unit.tile + 1 == wire.cut.tiles) weight_grads[row] = simd().fold(m.dtype, lane);
       }
     }
   };
-  for (;;) {
-    bool moved = false, left = false;
-    if (published < my_units) {
-      left = true;
-      if (ring.has_space()) {
-        const std::uint32_t tile = published % wire.cut.tiles,
-                            t0 = published / wire.cut.tiles * wire.cut.tokens_per_unit;
-        const std::uint32_t n = tokens - t0 < wire.cut.tokens_per_unit ? tokens - t0 : wire.cut.tokens_per_unit;
-        const std::uint32_t at = tile * wire.cut.tile_columns, columns = wire.columns(m, tile);
-        std::uint8_t* slot = ring.slot();
-        const auto* x = static_cast<const std::uint8_t*>(g);
-        for (std::uint32_t t = 0; t < n && (P > 1 || m.wire != kNoWire); t++) {
-          std::uint8_t* to = slot + wire.rows_at + t * wire.stride;
-          const std::uint8_t* in = x + std::size_t(t0 + t) * row_bytes + at * element;
-          if (m.wire == kNoWire)
-            std::memcpy(to, in, columns * element);
-          else
-            simd().quantize(m.dtype, m.wire, to, to + columns, in, columns);
-        }
-        if (P > 1) ring.publish();
-        consume(me, published, slot, m.wire == kNoWire ? x : nullptr);
-        published++;
-        moved = true;
-      }
-    }
-    for (std::uint32_t i = 1; i < P; i++) {
-      const std::uint32_t s = (me + i) % P;
-      if (done[s] >= units_of(s)) continue;
-      left = true;
-      const std::uint8_t* slot = ring.next(s);
-      if (!slot) continue;
-      if (mutant(kEarlyTake)) ring.take(s);
-      consume(s, done[s]++, slot, nullptr);
-      if (!mutant(kEarlyTake)) ring.take(s);
-      moved = true;
-    }
-    if (!left) {
-      if (stream) simd().fence();
-      return kOk;
-    }
-    if (moved)
-      wait.progressed();
-    else if (int rc = wait.idle(missing))
-      return rc;
-  }
+  const int rc = circulate(m, wire.cut, fill, consume);
+  if (rc == kOk && stream) simd().fence();
+  return rc;
 }
 
 }  // namespace
