@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from a2a import moe_ops
-from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeSpec
+from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeSpec, Origins
 from a2a.comm import Communicator, implicit
 from a2a.plan import Plan, choose
 
@@ -55,6 +55,7 @@ class Routing(NamedTuple):
         overflow: int32 [1], rows that were dropped here for `max_rows`.
         topk_ids_TK: int32 [T, K], what this rank asked for.
         row_index_R: int32 [R] with layout="compact": which distinct token each row is, 0 on padding. Else empty.
+        plan: int32, what combine needs beside; its content is the algorithm's own. Empty on a CPU.
     """
 
     offsets_E: torch.Tensor
@@ -65,6 +66,7 @@ class Routing(NamedTuple):
     overflow: torch.Tensor
     topk_ids_TK: torch.Tensor
     row_index_R: torch.Tensor
+    plan: torch.Tensor
 
 
 class ExpertParallel:
@@ -128,7 +130,6 @@ class ExpertParallel:
             raise ValueError(
                 f"ExpertParallel: device={device}, but this group's ranks share memory of {comm.device_type}"
             )
-        del num_sms
         self.comm = comm
         self.spec = _checked(
             MoeSpec(
@@ -145,13 +146,14 @@ class ExpertParallel:
                 layout,
                 _owners(expert_to_rank, num_experts, comm.world_size),
                 wire_combine,
+                num_sms,
             )
         )
         self.plan: Plan = choose(self.spec.request(), comm)
         assert isinstance(self.plan.algorithm, Moe)
         self._exchange = self.plan.algorithm.open(comm, self.spec)
         with torch.inference_mode(False):
-            self._anchor = torch.zeros((), device=comm.device_type, requires_grad=True) if rows == "dtype" else None
+            self._anchor = torch.zeros((), device=comm.device, requires_grad=True) if rows == "dtype" else None
         self._number = moe_ops.register(self)
         exchange = self._exchange
         self._release = weakref.finalize(self, exchange.close)
@@ -183,7 +185,7 @@ class ExpertParallel:
         Cost: each row is written once; the host waits for the slowest peer's counts and rows.
         """
         x, scales = (x_TH[0], x_TH[1]) if isinstance(x_TH, (tuple, list)) else (x_TH, None)
-        if torch.is_autocast_enabled("cpu") and scales is None and x.dtype != self.spec.dtype:
+        if torch.is_autocast_enabled(self.comm.device_type) and scales is None and x.dtype != self.spec.dtype:
             x = x.to(self.spec.dtype)
         out = Dispatched(
             *torch.ops.a2a.moe_dispatch(self._number, x, scales, topk_ids_TK, topk_weights_TK, self._anchor)
@@ -198,6 +200,7 @@ class ExpertParallel:
             out.overflow,
             out.topk_ids_TK,
             out.row_index_R,
+            out.plan,
         )
         return rows, out.rows_per_expert_L, routing
 
@@ -215,17 +218,10 @@ class ExpertParallel:
             and rounds once. So the bits are the same in every run and on every machine.
         Raises: as `dispatch`; MismatchError if the routing belongs to another dispatch.
         """
-        if torch.is_autocast_enabled("cpu") and out_rows.dtype != self.spec.dtype:
+        if torch.is_autocast_enabled(self.comm.device_type) and out_rows.dtype != self.spec.dtype:
             out_rows = out_rows.to(self.spec.dtype)
         y: torch.Tensor = torch.ops.a2a.moe_combine(
-            self._number,
-            out_rows,
-            routing.row_weights_R,
-            routing.row_rank_R,
-            routing.row_token_R,
-            routing.row_k_R,
-            routing.topk_ids_TK,
-            apply_weights,
+            self._number, out_rows, routing.row_weights_R, *_origins(routing), apply_weights
         )
         return y
 
@@ -239,7 +235,7 @@ class ExpertParallel:
         """
         weights = routing.row_weights_R if apply_weights else None
         grads: tuple[torch.Tensor, torch.Tensor] = torch.ops.a2a.moe_combine_backward(
-            self._number, grad_TH, out_rows if apply_weights else None, weights, routing.row_rank_R, routing.row_token_R
+            self._number, grad_TH, out_rows if apply_weights else None, weights, *_origins(routing)
         )
         return grads
 
@@ -253,14 +249,7 @@ class ExpertParallel:
         if grad_row_weights_R is None:
             grad_row_weights_R = torch.zeros_like(routing.row_weights_R)
         grads: tuple[torch.Tensor, torch.Tensor] = torch.ops.a2a.moe_dispatch_backward(
-            self._number,
-            grad_rows,
-            grad_row_weights_R,
-            routing.row_rank_R,
-            routing.row_token_R,
-            routing.row_k_R,
-            routing.row_index_R,
-            routing.topk_ids_TK,
+            self._number, grad_rows, grad_row_weights_R, *_origins(routing)
         )
         return grads
 
@@ -290,6 +279,10 @@ class ExpertParallel:
             num_tokens = ids.shape[0] if ids.dim() == 2 else -1
             if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
                 raise TypeError(f"dispatch: topk_ids_TK must hold integers; got {ids.dtype}")
+            if ids.device != self.comm.device:
+                raise ValueError(
+                    f"dispatch: topk_ids_TK is on {ids.device}; this ExpertParallel's tensors are on {self.comm.device}"
+                )
             if ids.dim() != 2 or ids.shape[1] != spec.top_k:
                 raise ValueError(f"dispatch: topk_ids_TK must be [T, {spec.top_k}] (top_k); got {list(ids.shape)}")
             if num_tokens > spec.max_tokens:
@@ -298,11 +291,11 @@ class ExpertParallel:
                     f"ExpertParallel; make one with a larger max_tokens"
                 )
             expected = spec.dtype if scales is None else torch.float8_e4m3fn
-            _check_matrix("dispatch: x_TH", x, num_tokens, spec.hidden, expected)
+            self._check_matrix("dispatch: x_TH", x, num_tokens, spec.hidden, expected)
             if scales is not None:
                 if spec.wire is None:
                     raise ValueError("dispatch: a quantised payload (pair) needs wire='fp8' or 'mxfp8'")
-                _check_matrix("dispatch: scales", scales, num_tokens, spec.scale_blocks, SCALE_DTYPE[spec.wire])
+                self._check_matrix("dispatch: scales", scales, num_tokens, spec.scale_blocks, SCALE_DTYPE[spec.wire])
             if weights is not None:
                 if not weights.dtype.is_floating_point:
                     raise TypeError(f"dispatch: topk_weights_TK must be floating point; got {weights.dtype}")
@@ -319,46 +312,45 @@ class ExpertParallel:
             self._exchange.refuse("dispatch", f"{type(error).__name__}: {error}")
             raise
 
-    def _run_combine(
-        self,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        rank: torch.Tensor,
-        token: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> torch.Tensor:
+    def _run_combine(self, rows: torch.Tensor, weights: torch.Tensor | None, origins: Origins) -> torch.Tensor:
         self._check_open("combine")
+        num_rows = origins.row_rank_R.shape[0]
         with self._refusing("combine"):
-            _check_matrix("combine: out_rows", rows, rank.shape[0], self.spec.hidden, self.spec.dtype)
-            weights = None if weights is None else _check_weights("combine", weights, rank.shape[0])
-        return self._exchange.combine(rows.contiguous(), weights, rank, token, ids.shape[0])
+            self._check_matrix("combine: out_rows", rows, num_rows, self.spec.hidden, self.spec.dtype)
+            weights = None if weights is None else _check_weights("combine", weights, num_rows)
+        return self._exchange.combine(rows.contiguous(), weights, origins)
 
     def _run_combine_backward(
-        self,
-        grad: torch.Tensor,
-        rows: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        rank: torch.Tensor,
-        token: torch.Tensor,
+        self, grad: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check_open("combine_backward")
-        with self._refusing("combine_backward"):
-            _check_matrix("combine_backward: grad", grad, grad.shape[0], self.spec.hidden, self.spec.dtype)
+        op, spec, num_rows = "combine_backward", self.spec, origins.row_rank_R.shape[0]
+        self._check_open(op)
+        with self._refusing(op):
+            self._check_matrix(f"{op}: grad", grad, origins.topk_ids_TK.shape[0], spec.hidden, spec.dtype)
             if rows is not None:
-                _check_matrix("combine_backward: out_rows", rows, rank.shape[0], self.spec.hidden, self.spec.dtype)
-            weights = None if weights is None else _check_weights("combine_backward", weights, rank.shape[0])
+                self._check_matrix(f"{op}: out_rows", rows, num_rows, spec.hidden, spec.dtype)
+            weights = None if weights is None else _check_weights(op, weights, num_rows)
         rows = None if rows is None else rows.contiguous()
-        return self._exchange.combine_backward(grad.contiguous(), rows, weights, rank, token)
+        return self._exchange.combine_backward(grad.contiguous(), rows, weights, origins)
 
     def _run_dispatch_backward(
-        self, grad_rows: torch.Tensor, grad_weights: torch.Tensor, routing: tuple[torch.Tensor, ...], ids: torch.Tensor
+        self, grad_rows: torch.Tensor, grad_weights: torch.Tensor, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check_open("dispatch_backward")
-        with self._refusing("dispatch_backward"):
-            height = grad_rows.shape[0] if self.spec.layout == "compact" else routing[0].shape[0]
-            _check_matrix("dispatch_backward: grad_rows", grad_rows, height, self.spec.hidden, self.spec.dtype)
-            grad_weights = _check_weights("dispatch_backward", grad_weights, routing[0].shape[0])
-        return self._exchange.dispatch_backward(grad_rows.contiguous(), grad_weights, routing, ids.shape[0])
+        op, num_rows = "dispatch_backward", origins.row_rank_R.shape[0]
+        self._check_open(op)
+        with self._refusing(op):
+            height = grad_rows.shape[0] if self.spec.layout == "compact" else num_rows
+            self._check_matrix(f"{op}: grad_rows", grad_rows, height, self.spec.hidden, self.spec.dtype)
+            grad_weights = _check_weights(op, grad_weights, num_rows)
+        return self._exchange.dispatch_backward(grad_rows.contiguous(), grad_weights, origins)
+
+    def _check_matrix(self, what: str, tensor: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+        if tensor.dtype != dtype:
+            raise TypeError(f"{what} is {tensor.dtype}; expected {dtype}")
+        if tensor.dim() != 2 or tensor.shape[0] != rows or tensor.shape[1] != columns:
+            raise ValueError(f"{what} has shape {list(tensor.shape)}; expected [{rows}, {columns}]")
+        if tensor.device != self.comm.device:
+            raise ValueError(f"{what} is on {tensor.device}; this ExpertParallel's tensors are on {self.comm.device}")
 
     def _check_open(self, op: str) -> None:
         self.comm.check_open(op)
@@ -383,11 +375,15 @@ class _Refusing:
             self._owner._exchange.refuse(self._op, f"{type(error).__name__}: {error}")
 
 
-def _check_matrix(what: str, tensor: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{what} is {tensor.dtype}; expected {dtype}")
-    if tensor.dim() != 2 or tensor.shape[0] != rows or tensor.shape[1] != columns:
-        raise ValueError(f"{what} has shape {list(tensor.shape)}; expected [{rows}, {columns}]")
+def _origins(routing: Routing) -> Origins:
+    return Origins(
+        routing.row_rank_R,
+        routing.row_token_R,
+        routing.row_k_R,
+        routing.row_index_R,
+        routing.topk_ids_TK,
+        routing.plan,
+    )
 
 
 def _check_weights(op: str, weights: torch.Tensor, rows: int) -> torch.Tensor:
@@ -429,6 +425,10 @@ def _checked(spec: MoeSpec) -> MoeSpec:
             raise TypeError(f"ExpertParallel: {name} must be an integer; got {value!r}")
         if not low <= value <= high:
             raise ValueError(f"ExpertParallel: {name}={value}; expected {low} to {high}")
+    if spec.num_sms is not None and (
+        isinstance(spec.num_sms, bool) or not isinstance(spec.num_sms, int) or spec.num_sms < 2
+    ):
+        raise ValueError(f"ExpertParallel: num_sms={spec.num_sms!r}; expected None or at least 2")
     if not isinstance(spec.dtype, torch.dtype) or spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"ExpertParallel: dtype={spec.dtype}; expected torch.bfloat16, float16 or float32")
     if spec.row_bytes % _ROW_MULTIPLE:

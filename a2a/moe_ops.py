@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from a2a.algorithms.moe_base import Origins
+
 if TYPE_CHECKING:
     from a2a.moe import ExpertParallel
 
@@ -37,16 +39,16 @@ _library.define(
     "moe_dispatch(int ep, Tensor x, Tensor? scales, Tensor topk_ids, Tensor? topk_weights, Tensor? anchor) -> Tensor[]"
 )
 _library.define(
-    "moe_combine(int ep, Tensor rows, Tensor row_weights, Tensor row_rank, Tensor row_token, Tensor row_k, Tensor ids, "
-    "bool apply_weights) -> Tensor"
+    "moe_combine(int ep, Tensor rows, Tensor row_weights, Tensor row_rank, Tensor row_token, Tensor row_k, "
+    "Tensor row_index, Tensor ids, Tensor plan, bool apply_weights) -> Tensor"
 )
 _library.define(
-    "moe_combine_backward(int ep, Tensor grad, Tensor? rows, Tensor? row_weights, Tensor row_rank, Tensor row_token) "
-    "-> (Tensor grad_rows, Tensor grad_weights)"
+    "moe_combine_backward(int ep, Tensor grad, Tensor? rows, Tensor? row_weights, Tensor row_rank, Tensor row_token, "
+    "Tensor row_k, Tensor row_index, Tensor ids, Tensor plan) -> (Tensor grad_rows, Tensor grad_weights)"
 )
 _library.define(
     "moe_dispatch_backward(int ep, Tensor grad_rows, Tensor grad_weights, Tensor row_rank, Tensor row_token, Tensor row_k, "
-    "Tensor row_index, Tensor ids) -> (Tensor grad, Tensor grad_topk_weights)"
+    "Tensor row_index, Tensor ids, Tensor plan) -> (Tensor grad, Tensor grad_topk_weights)"
 )
 
 
@@ -81,17 +83,9 @@ def _dispatch(
     return list(_instance(number)._run_dispatch(x, scales, topk_ids, topk_weights))
 
 
-def _combine(
-    number: int,
-    rows: torch.Tensor,
-    row_weights: torch.Tensor,
-    row_rank: torch.Tensor,
-    row_token: torch.Tensor,
-    row_k: torch.Tensor,
-    ids: torch.Tensor,
-    apply_weights: bool,
-) -> torch.Tensor:
-    return _instance(number)._run_combine(rows, row_weights if apply_weights else None, row_rank, row_token, ids)
+def _combine(number: int, rows: torch.Tensor, row_weights: torch.Tensor, *origins_and_apply: Any) -> torch.Tensor:
+    *origins, apply_weights = origins_and_apply
+    return _instance(number)._run_combine(rows, row_weights if apply_weights else None, Origins(*origins))
 
 
 def _combine_backward(
@@ -99,24 +93,15 @@ def _combine_backward(
     grad: torch.Tensor,
     rows: torch.Tensor | None,
     row_weights: torch.Tensor | None,
-    row_rank: torch.Tensor,
-    row_token: torch.Tensor,
+    *origins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _instance(number)._run_combine_backward(grad, rows, row_weights, row_rank, row_token)
+    return _instance(number)._run_combine_backward(grad, rows, row_weights, Origins(*origins))
 
 
 def _dispatch_backward(
-    number: int,
-    grad_rows: torch.Tensor,
-    grad_weights: torch.Tensor,
-    row_rank: torch.Tensor,
-    row_token: torch.Tensor,
-    row_k: torch.Tensor,
-    row_index: torch.Tensor,
-    ids: torch.Tensor,
+    number: int, grad_rows: torch.Tensor, grad_weights: torch.Tensor, *origins: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    routing = (row_rank, row_token, row_k, row_index)
-    return _instance(number)._run_dispatch_backward(grad_rows, grad_weights, routing, ids)
+    return _instance(number)._run_dispatch_backward(grad_rows, grad_weights, Origins(*origins))
 
 
 for _name, _function in (
@@ -125,7 +110,8 @@ for _name, _function in (
     ("moe_combine_backward", _combine_backward),
     ("moe_dispatch_backward", _dispatch_backward),
 ):
-    _library.impl(_name, _function, "CPU")
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _device)
 
 
 # ---------------------------------------------------------------- what a tracer sees
@@ -165,21 +151,13 @@ def _fake_dispatch(
         topk_ids.new_empty(capacity if spec.layout == "compact" else 0, dtype=torch.int32),
         topk_ids.new_empty(1, dtype=torch.int32),
         topk_ids.new_empty(topk_ids.shape, dtype=torch.int32),
+        topk_ids.new_empty(_instance(number)._exchange.plan_size, dtype=torch.int32),
     ]
 
 
-def _fake_combine(
-    number: int,
-    rows: torch.Tensor,
-    row_weights: torch.Tensor,
-    row_rank: torch.Tensor,
-    row_token: torch.Tensor,
-    row_k: torch.Tensor,
-    ids: torch.Tensor,
-    apply_weights: bool,
-) -> torch.Tensor:
-    spec = _instance(number).spec
-    return rows.new_empty((ids.shape[0], spec.hidden), dtype=spec.dtype)
+def _fake_combine(number: int, rows: torch.Tensor, row_weights: torch.Tensor, *origins_and_apply: Any) -> torch.Tensor:
+    spec, origins = _instance(number).spec, Origins(*origins_and_apply[:-1])
+    return rows.new_empty((origins.topk_ids_TK.shape[0], spec.hidden), dtype=spec.dtype)
 
 
 def _fake_combine_backward(
@@ -187,27 +165,19 @@ def _fake_combine_backward(
     grad: torch.Tensor,
     rows: torch.Tensor | None,
     row_weights: torch.Tensor | None,
-    row_rank: torch.Tensor,
-    row_token: torch.Tensor,
+    *origins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    spec = _instance(number).spec
+    spec, num_rows = _instance(number).spec, origins[0].shape[0]
     return (
-        grad.new_empty((row_rank.shape[0], spec.hidden), dtype=spec.dtype),
-        grad.new_empty(row_rank.shape[0], dtype=torch.float32),
+        grad.new_empty((num_rows, spec.hidden), dtype=spec.dtype),
+        grad.new_empty(num_rows, dtype=torch.float32),
     )
 
 
 def _fake_dispatch_backward(
-    number: int,
-    grad_rows: torch.Tensor,
-    grad_weights: torch.Tensor,
-    row_rank: torch.Tensor,
-    row_token: torch.Tensor,
-    row_k: torch.Tensor,
-    row_index: torch.Tensor,
-    ids: torch.Tensor,
+    number: int, grad_rows: torch.Tensor, grad_weights: torch.Tensor, *origins: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    spec = _instance(number).spec
+    spec, ids = _instance(number).spec, Origins(*origins).topk_ids_TK
     return (
         grad_rows.new_empty((ids.shape[0], spec.hidden), dtype=spec.dtype),
         grad_rows.new_empty((ids.shape[0], spec.top_k), dtype=torch.float32),
@@ -230,40 +200,41 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tens
     number, _, _, _, weights, _ = inputs
     ctx.ep = number
     ctx.weights_dtype = None if weights is None else weights.dtype
-    rows, scales, counts, offsets, _, rank, token, k, index, overflow, ids = output
-    ctx.mark_non_differentiable(counts, offsets, rank, token, k, index, overflow, ids, scales)
+    rows, scales, counts, offsets, _, rank, token, k, index, overflow, ids, plan = output
+    ctx.mark_non_differentiable(counts, offsets, rank, token, k, index, overflow, ids, plan, scales)
     ctx.rows_shape = rows.shape
-    ctx.save_for_backward(rank, token, k, index, ids)
+    ctx.save_for_backward(rank, token, k, index, ids, plan)
 
 
 def _dispatch_gradient(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     grad_rows, grad_weights = grads[0], grads[4]
-    rank, token, k, index, ids = ctx.saved_tensors
+    origins = ctx.saved_tensors
+    rank, device = origins[0], origins[0].device
     spec = _instance(ctx.ep).spec
     if spec.rows == "wire":
         raise RuntimeError(
             "dispatch with rows='wire' is not differentiable by autograd; call ExpertParallel.dispatch_backward yourself"
         )
     if grad_rows is None:
-        grad_rows = torch.zeros(ctx.rows_shape, dtype=spec.dtype, device=ids.device)
+        grad_rows = torch.zeros(ctx.rows_shape, dtype=spec.dtype, device=device)
     if grad_weights is None:
-        grad_weights = torch.zeros(rank.shape, dtype=torch.float32, device=ids.device)
-    grad_x, grad_topk = torch.ops.a2a.moe_dispatch_backward(ctx.ep, grad_rows, grad_weights, rank, token, k, index, ids)
+        grad_weights = torch.zeros(rank.shape, dtype=torch.float32, device=device)
+    grad_x, grad_topk = torch.ops.a2a.moe_dispatch_backward(ctx.ep, grad_rows, grad_weights, *origins)
     grad_weights = None if ctx.weights_dtype is None else grad_topk.to(ctx.weights_dtype)
     return None, grad_x, None, None, grad_weights, None
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    number, rows, weights, rank, token, _, _, apply_weights = inputs
+    number, rows, weights, *origins, apply_weights = inputs
     ctx.ep, ctx.apply_weights = number, apply_weights
     dot = apply_weights and ctx.needs_input_grad[2]
-    ctx.save_for_backward(rows if dot else None, weights if apply_weights else None, rank, token)
+    ctx.save_for_backward(rows if dot else None, weights if apply_weights else None, *origins)
 
 
 def _combine_gradient(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    rows, weights, rank, token = ctx.saved_tensors
-    grad_rows, grad_weights = torch.ops.a2a.moe_combine_backward(ctx.ep, grad, rows, weights, rank, token)
-    return None, grad_rows, grad_weights, None, None, None, None, None
+    rows, weights, *origins = ctx.saved_tensors
+    grad_rows, grad_weights = torch.ops.a2a.moe_combine_backward(ctx.ep, grad, rows, weights, *origins)
+    return None, grad_rows, grad_weights, None, None, None, None, None, None, None
 
 
 def _once(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

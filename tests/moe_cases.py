@@ -32,6 +32,7 @@ class Case:
 
     `ids` is "distinct" (as top-k gives them), "any" (repeated ones and -1 among them), "one" (all to the last expert)
     or "none" (all -1); `weights` is the dtype of topk_weights, None for a step without. `algorithm` is forced, or None.
+    `device` is where the ranks hold their tensors; answers are compared on the CPU.
     """
 
     num_experts: int = 7
@@ -46,6 +47,7 @@ class Case:
     algorithm: str | None = None
     scale: float = 1.0
     seed: int = 0
+    device: str = "cpu"
 
     def inputs(self, rank: int) -> tuple[Tokens, Tensor]:
         """What rank `rank` dispatches, and the gradient that comes back to its y."""
@@ -102,7 +104,9 @@ def factors(case: Case, owned: list[int]) -> Tensor:
 def apply_experts(rows_RH: Tensor, offsets_E: Tensor, valid_R: Tensor, factors_E: Tensor) -> Tensor:
     if not len(factors_E):
         return rows_RH * float("nan")
-    experts_R = torch.bucketize(torch.arange(len(rows_RH)), offsets_E, right=True).clamp(max=len(factors_E) - 1)
+    experts_R = torch.bucketize(torch.arange(len(rows_RH), device=rows_RH.device), offsets_E, right=True).clamp(
+        max=len(factors_E) - 1
+    )
     return torch.where(valid_R[:, None], rows_RH * factors_E[experts_R], float("nan"))
 
 
@@ -112,7 +116,9 @@ class Step:
     def __init__(self, case: Case, ep: a2a.ExpertParallel, group: dist.ProcessGroup | None = None) -> None:
         self.case, self.ep = case, ep
         rank = dist.get_rank(group)
-        (self.x_TH, self.ids_TK, self.weights_TK), self.grad_TH = case.inputs(rank)
+        tokens, grad_TH = case.inputs(rank)
+        self.x_TH, self.ids_TK, self.weights_TK = (None if t is None else t.to(ep.comm.device) for t in tokens)
+        self.grad_TH = grad_TH.to(ep.comm.device)
         self.x_TH.requires_grad_()
         if self.weights_TK is not None:
             self.weights_TK.requires_grad_()
@@ -123,12 +129,16 @@ class Step:
         self.rows, self.rows_per_expert, self.routing = self.ep.dispatch(self.x_TH, self.ids_TK, self.weights_TK)
         rows_RH = self.rows.index_select(0, self.routing.row_index_R) if self.compact else self.rows
         self.end = end = int(self.routing.offsets_E[-1]) if len(self.owned) else 0
-        self.valid_R = valid_R = (self.routing.row_rank_R >= 0) & (torch.arange(len(rows_RH)) < end)
+        self.valid_R = valid_R = (self.routing.row_rank_R >= 0) & (
+            torch.arange(len(rows_RH), device=rows_RH.device) < end
+        )
         if rows_RH.requires_grad:
             if not self.compact:
                 rows_RH.register_hook(lambda grad: spoil(grad, valid_R))
             self.routing.row_weights_R.retain_grad()
-        self.out_RH = apply_experts(rows_RH, self.routing.offsets_E, valid_R, factors(self.case, self.owned))
+        self.out_RH = apply_experts(
+            rows_RH, self.routing.offsets_E, valid_R, factors(self.case, self.owned).to(rows_RH.device)
+        )
         if self.out_RH.requires_grad:
             self.out_RH.retain_grad()
 
@@ -141,7 +151,7 @@ class Step:
     def answer(self) -> Answer:
         """Every tensor of the step, without rows past the end."""
         routing, end = self.routing, self.end
-        return {
+        answer = {
             "rows": self.rows.detach() if self.compact else self.rows.detach()[:end],
             "rows_per_expert": self.rows_per_expert,
             "offsets_E": routing.offsets_E,
@@ -159,6 +169,7 @@ class Step:
             "grad_weights": torch.zeros(0) if self.weights_TK is None else grad_or_zeros(self.weights_TK),
             "num_rows": torch.tensor(len(self.out_RH)),
         }
+        return {name: tensor.cpu() for name, tensor in answer.items()}
 
 
 def full_step(step: Step) -> Answer:
@@ -170,8 +181,22 @@ def full_step(step: Step) -> Answer:
 
 def run_step(case: Case) -> Answer:
     """On a rank: forward and backward of one step; every tensor that the step makes."""
+    if case.device == "cuda":
+        return run_steps_on_gpus([case])[0]
     with contextlib.closing(case.expert_parallel()) as ep:
         return full_step(Step(case, ep))
+
+
+def run_steps_on_gpus(cases: list[Case]) -> list[Answer]:
+    """On a rank, which takes GPU (rank mod their number): these steps, one after the other on one communicator."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    answers = []
+    with a2a.communicator(device="cuda", timeout=20.0) as comm:
+        for case in cases:
+            with contextlib.closing(case.expert_parallel(comm=comm)) as ep:
+                answers.append(full_step(Step(case, ep)))
+        comm.check()
+    return answers
 
 
 def spoil(grad_RH: Tensor | None, valid_R: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import AllToAll, Cost, Request, needs_memory_on
+from a2a.algorithms.base import AllToAll, Cost, Request
 from a2a.kernels import cpu
 from a2a.work import Work
 
@@ -39,9 +39,10 @@ class AllToAllPairwise(AllToAll):
     """See the module's docstring."""
 
     name: ClassVar[str] = "pairwise"
+    device_type: ClassVar[str] = "cpu"
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        return needs_memory_on("cpu", comm)
+        return self.no_memory(comm)
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         remote = request.num_bytes * (comm.world_size - 1) // comm.world_size

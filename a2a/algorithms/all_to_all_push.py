@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import AllToAll, Cost, Request, needs_memory_on
+from a2a.algorithms.base import AllToAll, Cost, Request
 from a2a.kernels import cpu, cuda
 from a2a.work import StreamWork
 
@@ -66,7 +66,6 @@ class _Launcher:
             self.small, self.large = (module.function(f"all_to_all_push_{size}") for size in ("small", "large"))
             assert module.constant("all_to_all_push_staging") <= self.staging.num_bytes
         self.launch = cuda.lib().a2a_cuda_launch
-        self.stream = 0  # of the call before: calls of one communicator run in their order
         self.side: torch.cuda.Stream | None = None
 
         class Params(Structure):
@@ -107,16 +106,6 @@ class _Launcher:
         )  # fmt: skip
         return _Prepared(self, call, params, sum(s for _, _, s, _ in pairs))
 
-    def change_stream(self, stream: int) -> None:
-        """Let this stream's work follow the other's, on which the call before ran."""
-        device = self.place.device
-        here = _external(stream, device) if stream else torch.cuda.default_stream(device)
-        if torch.cuda.is_current_stream_capturing():
-            return  # a graph is replayed where its user orders it
-        before = _external(self.stream, device) if self.stream else torch.cuda.default_stream(device)
-        here.wait_stream(before)
-        self.stream = stream
-
 
 class _Prepared:
     """A launch whose tensors may change from call to call. `call(address, output, input)` makes it; 0: it is on its way."""
@@ -130,8 +119,7 @@ class _Prepared:
     def call(self, address: int, output: int, input: int) -> int:
         launcher = self._launcher
         stream = _get_stream(self.device)  # type: ignore[misc]
-        if stream != launcher.stream:
-            launcher.change_stream(stream)
+        launcher.transport.stream(stream)
         result: int = launcher.launch(address, stream, output, input)
         return result
 
@@ -140,6 +128,7 @@ class AllToAllPush(AllToAll):
     """See the module's docstring."""
 
     name: ClassVar[str] = "push"
+    device_type: ClassVar[str] = "cuda"
 
     def __init__(self) -> None:
         self._launchers: weakref.WeakKeyDictionary[Communicator, _Launcher] = weakref.WeakKeyDictionary()
@@ -151,7 +140,7 @@ class AllToAllPush(AllToAll):
         return launcher
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        return needs_memory_on("cuda", comm)
+        return self.no_memory(comm)
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         remote = request.num_bytes * (comm.world_size - 1) // comm.world_size
@@ -198,10 +187,6 @@ class AllToAllPush(AllToAll):
         for tensor in (*outputs, *inputs, *result):
             tensor.record_stream(side)  # dropped early, its memory still waits for this work
         return StreamWork(result, done, device)
-
-
-def _external(stream: int, device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
 
 
 def _call(comm: Communicator, prepared: _Prepared, output: int, input: int, op: str) -> None:

@@ -68,6 +68,7 @@ class Algorithm(ABC):
 
     name: ClassVar[str] = ""
     op: ClassVar[str] = ""
+    device_type: ClassVar[str] = ""  # of the memory that its kernels address; "": any
     deterministic: ClassVar[bool] = True
 
     @abstractmethod
@@ -78,14 +79,14 @@ class Algorithm(ABC):
     def cost(self, request: Request, comm: Communicator) -> Cost:
         """Modelled cost of a request that it supports."""
 
-
-def needs_memory_on(device_type: str, comm: Communicator) -> str | None:
-    """Why a kernel for `device_type` can't run on `comm`, or None."""
-    if comm.transport is None:
-        return "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
-    if comm.transport.device_type != device_type:
-        return f"its kernels are for {device_type} memory; this communicator's is {comm.transport.device_type}"
-    return None
+    def no_memory(self, comm: Communicator) -> str | None:
+        """Why its kernels can't run on `comm`, or None."""
+        if comm.transport is None:
+            return "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
+        if comm.transport.device_type != self.device_type:
+            kind = comm.transport.device_type
+            return f"its kernels are for {self.device_type} memory; this communicator's is {kind}"
+        return None
 
 
 class AllToAll(Algorithm):

@@ -38,6 +38,7 @@ class MoeSpec:
     layout: str
     expert_to_rank: tuple[int, ...]
     wire_combine: str | None
+    num_sms: int | None = None
 
     def local_experts(self, rank: int) -> int:
         """How many experts `rank` holds."""
@@ -65,7 +66,9 @@ class MoeSpec:
         """What the planner is asked."""
         detail = (
             ("layout", self.layout),
+            ("max_rows", self.max_rows),
             ("most_row_bytes", self.row_bytes * max(self.max_rows or 0, self.max_tokens * self.top_k)),
+            ("num_experts", self.num_experts),
             ("rows", self.rows),
             ("top_k", self.top_k),
             ("wire", self.wire),
@@ -85,6 +88,7 @@ class MoeSpec:
             "rows": self.rows if self.rows != "dtype" else None,
             "layout": self.layout if self.layout != "expert" else None,
             "wire_combine": self.wire_combine,
+            "num_sms": self.num_sms,
         }
         return text + "".join(f", {key}={value}" for key, value in rest.items() if value is not None) + ")"
 
@@ -103,10 +107,28 @@ class Dispatched(NamedTuple):
     row_index_R: torch.Tensor
     overflow: torch.Tensor
     topk_ids_TK: torch.Tensor
+    plan: torch.Tensor
+
+
+class Origins(NamedTuple):
+    """What the collectives after a dispatch get of its routing."""
+
+    row_rank_R: torch.Tensor
+    row_token_R: torch.Tensor
+    row_k_R: torch.Tensor
+    row_index_R: torch.Tensor
+    topk_ids_TK: torch.Tensor
+    plan: torch.Tensor
 
 
 class MoeExchange:
-    """A live exchange of one ExpertParallel: its buffers and its four collectives. Arguments are contiguous and checked."""
+    """A live exchange of one ExpertParallel: its buffers and its four collectives. Arguments are contiguous and checked.
+
+    Attributes:
+        plan_size: int32 that a dispatch leaves in `Dispatched.plan` for the collectives that follow it.
+    """
+
+    plan_size: int = 0
 
     @abstractmethod
     def dispatch(
@@ -119,32 +141,20 @@ class MoeExchange:
         """Send every token to the ranks of its experts."""
 
     @abstractmethod
-    def combine(
-        self,
-        rows_RH: torch.Tensor,
-        weights_R: torch.Tensor | None,
-        row_rank_R: torch.Tensor,
-        row_token_R: torch.Tensor,
-        num_tokens: int,
-    ) -> torch.Tensor:
-        """Sum every token's rows, wherever they are, into [num_tokens, hidden] on the rank that owns the token."""
+    def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
+        """Sum every token's rows, wherever they are, into [T, hidden] on the rank that owns the token."""
 
     @abstractmethod
     def combine_backward(
-        self,
-        grad_TH: torch.Tensor,
-        rows_RH: torch.Tensor | None,
-        weights_R: torch.Tensor | None,
-        row_rank_R: torch.Tensor,
-        row_token_R: torch.Tensor,
+        self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(grad_rows_RH, grad_weights_R); the second is zero where `rows_RH` is None."""
 
     @abstractmethod
     def dispatch_backward(
-        self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...], num_tokens: int
+        self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(grad_TH, grad_weights_TK in float32). `routing`: row rank, token, k and index, each [R]."""
+        """(grad_TH, grad_weights_TK in float32)."""
 
     @abstractmethod
     def refuse(self, op: str, why: str) -> None:
@@ -172,4 +182,4 @@ def routed_bytes(request: Request, comm: Communicator) -> tuple[int, int]:
     return request.num_bytes * top_k, int(request.num_bytes * distinct)
 
 
-__all__ = ["SCALE_DTYPE", "WIRE_BLOCK", "Dispatched", "Moe", "MoeExchange", "MoeSpec", "routed_bytes"]
+__all__ = ["SCALE_DTYPE", "WIRE_BLOCK", "Dispatched", "Moe", "MoeExchange", "MoeSpec", "Origins", "routed_bytes"]

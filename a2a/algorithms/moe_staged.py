@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request, needs_memory_on
-from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeExchange, MoeSpec, routed_bytes
+from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeExchange, MoeSpec, Origins, routed_bytes
 from a2a.errors import RowOverflowError
 from a2a.kernels import cpu
 
@@ -39,9 +39,10 @@ class MoeStaged(Moe):
     """See the module's docstring."""
 
     name: ClassVar[str] = "staged"
+    device_type: ClassVar[str] = "cpu"
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        if reason := needs_memory_on("cpu", comm):
+        if reason := self.no_memory(comm):
             return reason
         if request.dtype not in _DTYPE:
             return f"its kernels sum bfloat16, float16 and float32; this is {request.dtype}"
@@ -215,25 +216,23 @@ class SharedMemoryExchange(MoeExchange):
             direct=reserved is not None,
         )
         rank, token, k = ints
-        return Dispatched(rows, scales, offsets, offsets, weights, rank, token, k, index, overflow, offsets), where
+        nothing = torch.empty(0, dtype=torch.int32)
+        return (
+            Dispatched(rows, scales, offsets, offsets, weights, rank, token, k, index, overflow, offsets, nothing),
+            where,
+        )
 
-    def combine(
-        self,
-        rows_RH: torch.Tensor,
-        weights_R: torch.Tensor | None,
-        row_rank_R: torch.Tensor,
-        row_token_R: torch.Tensor,
-        num_tokens: int,
-    ) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
+        num_tokens = origins.topk_ids_TK.shape[0]
         y = self._matrix(num_tokens)
         result = self._lib.a2a_moe_combine(
             self._moe,
             self._request("combine"),
             rows_RH.data_ptr(),
-            row_rank_R.shape[0],
+            origins.row_rank_R.shape[0],
             _pointer(weights_R),
-            row_rank_R.data_ptr(),
-            row_token_R.data_ptr(),
+            origins.row_rank_R.data_ptr(),
+            origins.row_token_R.data_ptr(),
             None,
             None,
             None,
@@ -246,14 +245,9 @@ class SharedMemoryExchange(MoeExchange):
         return y
 
     def combine_backward(
-        self,
-        grad_TH: torch.Tensor,
-        rows_RH: torch.Tensor | None,
-        weights_R: torch.Tensor | None,
-        row_rank_R: torch.Tensor,
-        row_token_R: torch.Tensor,
+        self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows = row_rank_R.shape[0]
+        num_rows = origins.row_rank_R.shape[0]
         grad_rows = self._matrix(num_rows)
         grad_weights = torch.zeros(num_rows) if rows_RH is None else torch.empty(num_rows)
         result = self._lib.a2a_moe_spread(
@@ -264,8 +258,8 @@ class SharedMemoryExchange(MoeExchange):
             _pointer(rows_RH),
             num_rows,
             _pointer(weights_R),
-            row_rank_R.data_ptr(),
-            row_token_R.data_ptr(),
+            origins.row_rank_R.data_ptr(),
+            origins.row_token_R.data_ptr(),
             grad_rows.data_ptr(),
             None if rows_RH is None else grad_weights.data_ptr(),
         )
@@ -274,9 +268,10 @@ class SharedMemoryExchange(MoeExchange):
         return grad_rows, grad_weights
 
     def dispatch_backward(
-        self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, routing: tuple[torch.Tensor, ...], num_tokens: int
+        self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rank, token, k, index = routing
+        rank, token, k, index, ids, _ = origins
+        num_tokens = ids.shape[0]
         grad_x = self._matrix(num_tokens)
         grad_weights = torch.empty(num_tokens, self._spec.top_k)
         result = self._lib.a2a_moe_combine(

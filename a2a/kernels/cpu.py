@@ -40,7 +40,7 @@ TEXTS = 256  # requests that a context keeps
 
 
 class Cause(IntEnum):
-    """Why a communicator is broken: `Cause` in csrc/cpu/signal.h."""
+    """Why a communicator is broken: `Cause` in csrc/cpu/signal.h and csrc/cuda/signal.cuh."""
 
     TIMEOUT = 1
     DIED = 2
@@ -51,6 +51,7 @@ class Cause(IntEnum):
     INTERRUPTED = 7
     REFUSED = 8
     UNREADABLE = 9
+    OUT_OF_RANGE = 10
 
 
 InterruptedCallback = CFUNCTYPE(c_int)

@@ -18,7 +18,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from ctypes import POINTER, Structure, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,20 @@ class Call(Structure):
     )
 
 
+class Step(Structure):
+    """`a2a_cuda_step`: a launch, or an event that is recorded or waited for, on one of a sequence's streams."""
+
+    LAUNCH, RECORD, WAIT = 0, 1, 2
+    _fields_ = (
+        ("kind", c_uint32),
+        ("stream", c_uint32),
+        ("what", c_void_p),
+        ("patch_at", c_uint32),
+        ("patch_words", c_uint32),
+        ("patch", c_uint32 * 4),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "a2a_cuda_open": (),
     "a2a_cuda_load": (c_char_p, POINTER(c_void_p)),
@@ -62,6 +76,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "a2a_cuda_function": (c_void_p, c_char_p, c_uint32, POINTER(c_void_p)),
     "a2a_cuda_constant": (c_void_p, c_char_p, POINTER(c_uint64)),
     "a2a_cuda_launch": (c_void_p, c_void_p, c_uint64, c_uint64),
+    "a2a_cuda_run": (c_void_p, c_uint32, POINTER(c_void_p)),
+    "a2a_cuda_event": (POINTER(c_void_p),),
+    "a2a_cuda_event_free": (c_void_p,),
+    "a2a_cuda_await": (c_void_p, c_uint64, c_void_p, c_double),
 }
 
 
@@ -230,4 +248,4 @@ def _cache_folder() -> Path:
     return (Path(chosen) if chosen else Path.home() / ".cache" / "a2a") / "kernels"
 
 
-__all__ = ["FAILED", "Call", "Module", "check", "compile_cubin", "driver", "lib", "module", "source_folder"]
+__all__ = ["FAILED", "Call", "Module", "Step", "check", "compile_cubin", "driver", "lib", "module", "source_folder"]

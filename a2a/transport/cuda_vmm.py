@@ -30,16 +30,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from a2a.errors import A2AError, MismatchError, PeerTimeoutError, UnsupportedError
+from a2a.errors import A2AError, MismatchError, PeerTimeoutError, RowOverflowError, UnsupportedError
 from a2a.kernels import cuda
+from a2a.kernels.cpu import Cause
 from a2a.topology import Topology
 from a2a.transport.base import SymmetricBuffer, Transport, Wiring, not_one_domain
 from a2a.transport.fd_link import FdLink
 
-_CONTROL_BYTES = 4096
+_CONTROL_BYTES = 128 << 10
 _STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20
 _OK_AT, _CLOSED_AT = 8, 16  # in the control block
-_TIMEOUT, _CLOSED, _MISMATCH, _SPLITS, _REFUSED = 1, 3, 4, 5, 8  # causes
+_LATE_AT = _CLOSED_AT + 8 * 1024 + 4 * 32  # behind `closed` and `epoch`; three words a rank
 _BROKEN = " The communicator is broken since then; close it and make a new one."
 
 
@@ -184,6 +185,9 @@ class CudaVmm(Transport):
         self._requests: list[tuple[int, str]] = []
         self._numbers: dict[tuple[int, str], int] = {}
         self._blocks: dict[int, _Block] = {}
+        self._shared: dict[str, list[SymmetricBuffer]] = {}
+        self._stream = 0  # of the call before: calls of one communicator run in their order
+        self._sides: list[torch.cuda.Stream] = []
         torch.cuda.synchronize(self.device)  # makes the context current
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._record = c_uint64.from_address(self._host.data_ptr())
@@ -305,6 +309,42 @@ class CudaVmm(Transport):
         if not self._closed:
             self._blocks[buffer.address].released = True
 
+    def shared(self, what: str, num_bytes: int) -> SymmetricBuffer:
+        """A buffer that all users of `what` on this communicator share, zeroed at first; made where none is large enough.
+
+        Collective. A larger one does not replace the one that others hold.
+        """
+        known = self._shared.setdefault(what, [])
+        for buffer in known:
+            if buffer.num_bytes >= num_bytes:
+                return buffer
+        known.append(self.alloc(num_bytes, what))
+        return known[-1]
+
+    # ---- streams
+
+    def stream(self, current: int) -> None:
+        """Let the work of this stream follow that of the call before, if that ran on another."""
+        if current == self._stream or torch.cuda.is_current_stream_capturing():
+            return  # a graph is replayed where its user orders it
+        before = self._external(self._stream)
+        self._external(current).wait_stream(before)
+        self._stream = current
+
+    def streams(self) -> tuple[int, int, int]:
+        """The current stream, made to follow the call before, and two of this communicator's own."""
+        if not self._sides:
+            self._sides = [torch.cuda.Stream(self.device, priority=-1) for _ in range(2)]  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self.device).cuda_stream
+        self.stream(current)
+        gates, work = self._sides
+        return current, gates.cuda_stream, work.cuda_stream
+
+    def _external(self, stream: int) -> torch.cuda.Stream:
+        if not stream:
+            return torch.cuda.default_stream(self.device)
+        return torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+
     # ---- requests and failures
 
     def request(self, agree: str, row_bytes: int, text: str) -> int:
@@ -332,29 +372,41 @@ class CudaVmm(Transport):
             return
         cause, by, who, text = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF, record & 0xFFFF
         asked = self._requests[text][1] if text < len(self._requests) and by == self.rank else op
-        if cause in (_TIMEOUT, _CLOSED):
-            told = {
-                _TIMEOUT: f"rank {by} waited {self.timeout_s:.1f} s for rank {who} in {asked}. Rank {who} may have died or "
-                f"taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S.",
-                _CLOSED: f"rank {who} has closed this communicator: rank {by} was waiting for it in {asked}.",
-            }[cause]
-            name = {_TIMEOUT: "timeout", _CLOSED: "closed"}[cause]
-            raise PeerTimeoutError(told + _BROKEN, rank=self.rank, peer=who, op=asked, cause=name)
-        told = {
-            _MISMATCH: f"rank {by} called {asked}, rank {who} something else: another op or dtype.",
-            _SPLITS: f"split sizes disagree: rank {who} sends rank {by} another number of bytes than {asked} there expects.",
-            _REFUSED: f"rank {who} refused its own call while rank {by} was in {asked}; rank {who}'s error says why.",
-        }.get(cause, f"cause {cause}, found by rank {by}.")
-        raise MismatchError(told + _BROKEN, rank=self.rank, peer=who if by == self.rank else by, op=asked)
+        messages: dict[int, str] = {
+            Cause.TIMEOUT: f"rank {by} waited {self.timeout_s:.1f} s for rank {who} in {asked}. Rank {who} may have died or "
+            f"taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S.",
+            Cause.CLOSED: f"rank {who} has closed this communicator: rank {by} was waiting for it in {asked}.",
+            Cause.MISMATCH: f"rank {by} called {asked}, rank {who} something else: another op or dtype.",
+            Cause.SPLITS: f"split sizes disagree: rank {who} sends rank {by} another number of bytes than {asked} there "
+            f"expects.",
+            Cause.OVERFLOW: f"rank {by} received more rows than max_rows in {asked}; raise max_rows, or pass "
+            f"overflow='drop'.",
+            Cause.REFUSED: f"rank {who} refused its own call while rank {by} was in {asked}; rank {who}'s error says why.",
+            Cause.OUT_OF_RANGE: f"rank {by} passed an expert id that is neither -1 nor one of the experts' to {asked}.",
+        }
+        told = messages.get(cause, f"cause {cause}, found by rank {by}.") + _BROKEN
+        if cause in (Cause.TIMEOUT, Cause.CLOSED):
+            name = Cause(cause).name.lower()
+            raise PeerTimeoutError(told, rank=self.rank, peer=who, op=asked, cause=name)
+        if cause == Cause.OVERFLOW:
+            raise RowOverflowError(told)
+        raise MismatchError(told, rank=self.rank, peer=who if by == self.rank else by, op=asked)
 
     def ok_word(self) -> torch.Tensor:
         return self._ok
 
     def stats(self) -> dict[str, object]:
+        """Waits for the device. A peer counts as late when it was not there after a first look, some 20 us."""
+        words = self._control[_LATE_AT : _LATE_AT + 24 * self.world_size].view(torch.int64).view(-1, 3).tolist()
         return {
             "transport": self.name,
             "device": str(self.device),
             "symmetric_bytes": sum(b.num_bytes for b in self._blocks.values()),
+            "peers": [
+                {"rank": peer, "late": times, "late_us": ns / 1e3, "longest_us": longest / 1e3}
+                for peer, (times, ns, longest) in enumerate(words)
+                if peer != self.rank
+            ],
         }
 
     # ---- the end

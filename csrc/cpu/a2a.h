@@ -138,3 +138,17 @@ typedef struct {                                 // a launch, prepared: a foreig
 } a2a_cuda_call;
 A2A_API int a2a_cuda_launch(const a2a_cuda_call*, void* stream, uint64_t first,
                             uint64_t second);  // -1: *failure is set
+
+// Several launches, on several streams: what one collective of more than one kernel is.
+enum { A2A_CUDA_LAUNCH = 0, A2A_CUDA_RECORD = 1, A2A_CUDA_WAIT = 2 };
+typedef struct {
+  uint32_t kind, stream;                     // which of `streams`
+  void* what;                                // a2a_cuda_call, or an event
+  uint32_t patch_at, patch_words, patch[4];  // words that replace the parameters' from that byte on
+} a2a_cuda_step;
+A2A_API int a2a_cuda_run(const a2a_cuda_step* steps, uint32_t count, void* const* streams);
+A2A_API int a2a_cuda_event(void** event);
+A2A_API int a2a_cuda_event_free(void* event);
+// Wait until a kernel has stored `wanted` to pinned memory. -1: *failure is set; -2: not within the time.
+A2A_API int a2a_cuda_await(const volatile uint64_t* word, uint64_t wanted, const volatile uint64_t* failure,
+                           double seconds);

@@ -3,6 +3,7 @@
 // libcuda.so.1 is opened at run time, so that the library loads on machines without a GPU. No CUDA header is needed: the types
 // below are the driver's, whose binary interface does not change within a function's name (CUDA 11.8 and newer).
 #include <dlfcn.h>
+#include <time.h>
 
 #include <cstring>
 
@@ -53,6 +54,10 @@ struct Driver {
   CuResult (*context_push)(Handle context);
   CuResult (*context_pop)(Handle* context);
   CuResult (*error_string)(CuResult error, const char** text);
+  CuResult (*event_create)(Handle* event, unsigned flags);
+  CuResult (*event_destroy)(Handle event);
+  CuResult (*event_record)(Handle event, Handle stream);
+  CuResult (*stream_wait)(Handle stream, Handle event, unsigned flags);
 };
 
 Driver g_driver;
@@ -77,7 +82,9 @@ int a2a_cuda_open(void) {
            find(library, d.module_global, "cuModuleGetGlobal_v2") && find(library, d.copy_to_host, "cuMemcpyDtoH_v2") &&
            find(library, d.function_attribute, "cuFuncSetAttribute") && find(library, d.launch, "cuLaunchKernelEx") &&
            find(library, d.context_get, "cuCtxGetCurrent") && find(library, d.context_push, "cuCtxPushCurrent_v2") &&
-           find(library, d.context_pop, "cuCtxPopCurrent_v2") && find(library, d.error_string, "cuGetErrorString");
+           find(library, d.context_pop, "cuCtxPopCurrent_v2") && find(library, d.error_string, "cuGetErrorString") &&
+           find(library, d.event_create, "cuEventCreate") && find(library, d.event_destroy, "cuEventDestroy_v2") &&
+           find(library, d.event_record, "cuEventRecord") && find(library, d.stream_wait, "cuStreamWaitEvent");
   return g_open ? 0 : kNoDriver;
 }
 
@@ -105,35 +112,105 @@ int a2a_cuda_constant(void* module, const char* name, uint64_t* value) {
   return bytes == sizeof *value ? g_driver.copy_to_host(value, pointer, bytes) : kInvalidValue;
 }
 
-int a2a_cuda_launch(const a2a_cuda_call* call, void* stream, uint64_t first, uint64_t second) {
-  if (call->failure && *call->failure) return -a2a::kFailed;
-  if (call->params_bytes > kMostParams || call->params_bytes < 2 * sizeof(std::uint64_t)) return kInvalidValue;
-  alignas(16) std::uint64_t params[kMostParams / sizeof(std::uint64_t)];
-  std::memcpy(params, call->params, call->params_bytes);
-  params[0] = first;
-  params[1] = second;
-  void* pointers[] = {params};
+namespace {
+
+alignas(16) thread_local std::uint64_t t_params[kMostParams / sizeof(std::uint64_t)];
+
+int launch(const a2a_cuda_call& call, Handle stream) {  // with t_params
+  void* pointers[] = {t_params};
   Attribute attributes[2];
   unsigned count = 0;
-  if (call->cluster > 1) {
+  if (call.cluster > 1) {
     Attribute& a = attributes[count++];
     std::memset(&a, 0, sizeof a);
     a.id = kClusterDimension;
-    a.cluster[0] = call->cluster;
+    a.cluster[0] = call.cluster;
     a.cluster[1] = a.cluster[2] = 1;
   }
-  if (call->programmatic) {
+  if (call.programmatic) {
     Attribute& a = attributes[count++];
     std::memset(&a, 0, sizeof a);
     a.id = kProgrammaticStreamSerialization;
     a.flag = 1;
   }
-  const Config config{{call->grid, 1, 1}, {call->block, 1, 1}, call->shared_bytes, stream, attributes, count};
-  Handle current = nullptr;
-  if (int error = g_driver.context_get(&current)) return error;
-  if (current == call->context) return g_driver.launch(&config, call->function, pointers, nullptr);
-  if (int error = g_driver.context_push(call->context)) return error;  // another device, or a thread that has none yet
-  const int error = g_driver.launch(&config, call->function, pointers, nullptr);
-  g_driver.context_pop(&current);
-  return error;
+  const Config config{{call.grid, 1, 1}, {call.block, 1, 1}, call.shared_bytes, stream, attributes, count};
+  return g_driver.launch(&config, call.function, pointers, nullptr);
+}
+
+// Makes `context` the thread's while it lives: another device, or a thread that has none yet.
+class Current {
+ public:
+  explicit Current(Handle context) {
+    Handle current = nullptr;
+    error = g_driver.context_get(&current);
+    if (error || current == context) return;
+    error = g_driver.context_push(context);
+    pushed_ = !error;
+  }
+  ~Current() {
+    Handle current;
+    if (pushed_) g_driver.context_pop(&current);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  int error;
+
+ private:
+  bool pushed_ = false;
+};
+
+}  // namespace
+
+int a2a_cuda_launch(const a2a_cuda_call* call, void* stream, uint64_t first, uint64_t second) {
+  if (call->failure && *call->failure) return -a2a::kFailed;
+  if (call->params_bytes > kMostParams || call->params_bytes < 2 * sizeof(std::uint64_t)) return kInvalidValue;
+  std::memcpy(t_params, call->params, call->params_bytes);
+  t_params[0] = first;
+  t_params[1] = second;
+  const Current current(call->context);
+  return current.error ? current.error : launch(*call, stream);
+}
+
+int a2a_cuda_event(void** event) {
+  constexpr unsigned kDisableTiming = 2;
+  return g_open ? g_driver.event_create(event, kDisableTiming) : kNoDriver;
+}
+
+int a2a_cuda_event_free(void* event) { return g_open ? g_driver.event_destroy(event) : kNoDriver; }
+
+int a2a_cuda_run(const a2a_cuda_step* steps, uint32_t count, void* const* streams) {
+  for (std::uint32_t i = 0; i < count; i++) {
+    const a2a_cuda_step& step = steps[i];
+    void* stream = streams[step.stream];
+    int error = 0;
+    if (step.kind == A2A_CUDA_LAUNCH) {
+      const auto& call = *static_cast<const a2a_cuda_call*>(step.what);
+      if (i == 0 && call.failure && *call.failure) return -a2a::kFailed;
+      const std::uint32_t patch_bytes = step.patch_words * 4;
+      if (call.params_bytes > kMostParams || step.patch_at + patch_bytes > call.params_bytes) return kInvalidValue;
+      std::memcpy(t_params, call.params, call.params_bytes);
+      std::memcpy(reinterpret_cast<char*>(t_params) + step.patch_at, step.patch, patch_bytes);
+      const Current current(call.context);
+      error = current.error ? current.error : launch(call, stream);
+    } else if (step.kind == A2A_CUDA_RECORD) {
+      error = g_driver.event_record(step.what, stream);
+    } else {
+      error = g_driver.stream_wait(stream, step.what, 0);
+    }
+    if (error) return error;
+  }
+  return 0;
+}
+
+int a2a_cuda_await(const volatile uint64_t* word, uint64_t wanted, const volatile uint64_t* failure, double seconds) {
+  timespec start;
+  clock_gettime(CLOCK_MONOTONIC, &start);
+  for (std::uint32_t spins = 1; __atomic_load_n(word, __ATOMIC_ACQUIRE) != wanted; spins++) {
+    if (failure && *failure) return -1;
+    if (spins % 1024) continue;
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (double(now.tv_sec - start.tv_sec) + double(now.tv_nsec - start.tv_nsec) * 1e-9 > seconds) return -2;
+  }
+  return 0;
 }

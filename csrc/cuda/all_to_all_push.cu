@@ -16,9 +16,7 @@
 //          their barrier; S: thread 0 stores `done` with st.release.sys, which is cumulative over the barrier.  A: a thread
 //          of the receiving team loads it with ld.acquire.sys, then a barrier, and the kernel's end for what follows.
 //          staged: the same with `produced`, chunk by chunk.
-// REUSE    headers and slabs are two by the epoch's parity: rank s writes those of epoch e + 2 after its kernel e + 1, which
-//          saw a header e + 1 of every peer, which that peer sent after its kernel e, and with it the last read of epoch e,
-//          was over.  A symmetric output is stored to after its rank's header of this epoch, so after all that its stream
+// REUSE    slabs are two by the epoch's parity, as headers are (signal.cuh).  A symmetric output is stored to after its rank's header of this epoch, so after all that its stream
 //          did before.  A chunk of the ring is stored to once `consumed` has come within kSlots of it.
 // PROGRESS every block first sends what needs no answer (headers, packets).  It waits for headers, which every rank's block 0
 //          sends first of all.  In the staged loop, step i of a sending team waits for step i - kSlots of receiving teams, and
@@ -38,12 +36,12 @@ constexpr std::uint64_t kChunkBytes = CHUNK_BYTES;  // of a slot of the ring
 constexpr std::uint64_t kLeastChunkBytes = kChunkBytes < 16384 ? kChunkBytes : 16384;
 constexpr std::uint32_t kTeams = TEAMS;        // a block is kTeams pairs of teams: one sends, one receives large pieces
 constexpr std::uint32_t kTeam = 512 / kTeams;  // threads of a team
+static_assert(kWorld <= kMostRanks, "headers");
 constexpr std::uint32_t kBlocks = 24, kChannels = kBlocks * kTeams, kSlots = 4;
 constexpr std::uint64_t kChannelBytes = 32 << 10;     // a pair gets a channel for so many bytes
 constexpr std::uint64_t kTileBytes = 16 * 8 * kTeam;  // of a direct piece: what a team has in flight at a time
 constexpr std::uint64_t kUnit = 48;                   // bytes of a thread's four packets
 constexpr std::uint64_t kOrdinary = ~0ull;            // "address" of an output that peers can't reach
-constexpr std::uint32_t kRefusal = 0;                 // digest of a rank whose own call was wrong
 
 struct Pair {
   std::uint64_t in, out;  // offsets from Params::in and out
@@ -59,21 +57,15 @@ struct Params {
   Pair pairs[kWorld];
 };
 
-// The first signal of a call, from each rank to each peer: two packets, each whole by itself.
-struct Header {
-  uint4 request;  // epoch, digest, bytes that the sender of the header sends
-  uint4 output;   // epoch, 0, symmetric address of the sender's output for that peer, or kOrdinary
-};
+// In a header: the bytes that its sender sends, and the symmetric address of its output for that peer, or kOrdinary.
 
 // Staging of one rank. [s][c]: written by rank s's channel c unless it says mine.
 struct Staging {
-  std::uint32_t epoch[kBlocks];               // mine: calls so far
   std::uint32_t sent[kWorld][kChannels];      // mine: chunks ever sent to rank [s]
   std::uint32_t received[kWorld][kChannels];  // mine: chunks ever received from rank [s]
   std::uint32_t done[kWorld][kChannels];      // epoch of the last direct piece that is complete
   std::uint32_t produced[kWorld][kChannels];  // chunks ever stored into my ring
   std::uint32_t consumed[kWorld][kChannels];  // chunks ever taken from rank [s]'s ring
-  Header headers[kWorld][2];
   uint4 slabs[kWorld][2][(kFlagBytes + kUnit - 1) / kUnit * 4];
   uint4 rings[kWorld][kChannels][kSlots][kChunkBytes / 16];
 };
@@ -156,30 +148,11 @@ struct Exchange {
   }
   __device__ static bool by_flags(std::uint64_t bytes) { return bytes <= kFlagBytes; }
 
-  __device__ void send_header(std::uint32_t p) {
-    Header& header = staging(p).headers[rank][epoch % 2];
-    const std::uint64_t bytes = a.pairs[p].send_bytes, to = address(p);
-    ptx::store_relaxed_sys(&header.request, uint4{epoch, a.digest, std::uint32_t(bytes), std::uint32_t(bytes >> 32)});
-    ptx::store_relaxed_sys(&header.output, uint4{epoch, 0, std::uint32_t(to), std::uint32_t(to >> 32)});
-  }
-
   // Wait for p's header and hold it against this rank's call.
-  __device__ void await_header(std::uint32_t p) {
-    const Header& header = staging(rank).headers[p][epoch % 2];
-    uint4 request, output;
-    wait.failed();  // once a call, also where nothing is waited for long
-    do {
-      request = ptx::load_relaxed_sys(&header.request);
-      output = ptx::load_relaxed_sys(&header.output);
-    } while ((request.x != epoch || output.x != epoch) && wait.again(p));
-    outputs[p] = std::uint64_t(output.w) << 32 | output.z;
-    if (wait.broken) return;
-    if (request.y == kRefusal)
-      wait.fail(kRefused, p);
-    else if (request.y != a.digest)
-      wait.fail(kMismatch, p);
-    else if ((std::uint64_t(request.w) << 32 | request.z) != a.pairs[p].recv_bytes)
-      wait.fail(kSplits, p);
+  __device__ void await_header(std::uint32_t p, bool measure) {
+    const Header header = wait.await_header(p, epoch, a.digest, measure);
+    outputs[p] = high_half(header.more);
+    if (!wait.broken && high_half(header.request) != a.pairs[p].recv_bytes) wait.fail(kSplits, p);
   }
 
   __device__ void send_packets(std::uint32_t p, std::uint32_t blocks) {
@@ -300,7 +273,7 @@ struct Exchange {
       return;
     }
     for (std::uint32_t p = t; p < kWorld; p += kTeam)
-      if (p != rank) await_header(p);
+      if (p != rank) await_header(p, block == 0 && team == 0);
     if (wait.broken) stop[team] = 1;
     barrier();
     if (stop[team]) return;
@@ -315,7 +288,7 @@ struct Exchange {
   __device__ void run(std::uint32_t blocks) {
     if (block == 0)
       for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-        if (p != rank) send_header(p);
+        if (p != rank) a.place.send_header(p, epoch, a.digest, a.pairs[p].send_bytes, address(p));
     for (std::uint32_t k = 1; k < kWorld; k++) {
       const std::uint32_t p = (rank + k) % kWorld;
       if (by_flags(a.pairs[p].send_bytes)) send_packets(p, blocks);
@@ -326,7 +299,7 @@ struct Exchange {
       large();
     else if (block == 0)  // the last threads, which have no packets where there are few
       for (std::uint32_t p = blockDim.x - 1 - threadIdx.x; p < kWorld; p += blockDim.x)
-        if (p != rank) await_header(p);
+        if (p != rank) await_header(p, true);
     for (std::uint32_t k = 1; k < kWorld; k++) {
       const std::uint32_t p = (rank + kWorld - k) % kWorld;
       if (by_flags(a.pairs[p].recv_bytes)) receive_packets(p, blocks);
@@ -352,7 +325,7 @@ __device__ void all_to_all_push(const Params& a) {
            (blockIdx.x - blocks) * blockDim.x + threadIdx.x, a.copiers * blockDim.x);
     return;
   }
-  std::uint32_t* epochs = a.place.at<Staging>(rank, a.staging)->epoch;
+  std::uint32_t* epochs = a.place.control(rank)->epoch;
   const std::uint32_t epoch = epochs[blockIdx.x] + 1;
   if (kLarge) {
     if (threadIdx.x < 2 * kTeams) stop[threadIdx.x] = 0;
@@ -374,7 +347,7 @@ __device__ void all_to_all_push(const Params& a) {
   __syncthreads();
   if (threadIdx.x == 0) epochs[blockIdx.x] = epoch;
   if (blockIdx.x == 0)
-    for (std::uint32_t c = blocks + threadIdx.x; c < kBlocks; c += blockDim.x) epochs[c] = epoch;
+    for (std::uint32_t c = blocks + threadIdx.x; c < kEpochs; c += blockDim.x) epochs[c] = epoch;
 }
 
 }  // namespace a2a

@@ -6,7 +6,15 @@
 //            Written by whoever notices one, into every rank's window; a rank that finds it set does nothing any more.
 //   ok       1 until then, then 0: comm.ok
 //   closed   word r: rank r has left, and everything that it ever stored here has arrived. Written by rank r's host.
+//   epoch    mine: calls so far, of all kernels together; one copy for each block that might read it while another is done.
+//   late     [r]: how often rank r's header was not there after a first look around (some 20 us), and how long it took then.
+//            Written by one thread a call: comm.stats().
+//   headers  [r]: the first signal of rank r's call, two by the epoch's parity. One place for every collective, so that a
+//            peer that is in another one is found out.
 // `host` is the rank's copy of the record in pinned memory of its own process, which its next call looks at.
+//
+// Why two headers are enough: rank s writes that of epoch e + 2 after its call e + 1, in which it saw a header e + 1 of every
+// peer, which that peer sent after its call e. The same holds for whatever else is kept twice by the epoch's parity.
 #pragma once
 #include "../common/layout.h"
 #include "ptx.cuh"
@@ -18,13 +26,29 @@ enum Cause : std::uint32_t {
   kClosed = 3,
   kMismatch = 4,
   kSplits = 5,
-  kRefused = 8
+  kOverflow = 6,
+  kRefused = 8,
+  kOutOfRange = 10
 };  // as in cpu/signal.h
+
+constexpr std::uint32_t kRefusal = 0;  // digest of a rank whose own call was wrong
+constexpr std::uint32_t kMostRanks = 1024, kEpochs = 32;
+
+// Two packets, each whole by itself.
+struct Header {
+  uint4 request;  // epoch, digest, and 64 bits of the collective's own
+  uint4 more;     // epoch, 0, and 64 bits of the collective's own
+};
 
 struct Control {
   std::uint64_t failure;
   std::uint32_t ok, unused;
-  std::uint64_t closed[1];  // as many as there are ranks
+  std::uint64_t closed[kMostRanks];
+  std::uint32_t epoch[kEpochs];
+  struct {
+    std::uint64_t times, ns, longest_ns;
+  } late[kMostRanks];  // mine: how often and how long a header was waited for
+  Header headers[kMostRanks][2];
 };
 
 struct Place {
@@ -38,7 +62,16 @@ struct Place {
     return reinterpret_cast<T*>(base + r * window + offset);
   }
   __device__ Control* control(std::uint32_t r) const { return at<Control>(r, 0); }
+
+  __device__ void send_header(std::uint32_t to, std::uint32_t epoch, std::uint32_t digest, std::uint64_t first,
+                              std::uint64_t second) const {
+    Header& header = control(to)->headers[rank][epoch % 2];
+    ptx::store_relaxed_sys(&header.request, uint4{epoch, digest, std::uint32_t(first), std::uint32_t(first >> 32)});
+    ptx::store_relaxed_sys(&header.more, uint4{epoch, 0, std::uint32_t(second), std::uint32_t(second >> 32)});
+  }
 };
+
+__device__ inline std::uint64_t high_half(uint4 v) { return std::uint64_t(v.w) << 32 | v.z; }
 
 // One thread's waiting. After a failure, its own or anybody's, nothing waits any more.
 struct Wait {
@@ -80,6 +113,28 @@ struct Wait {
       fail(kTimeout, peer);
     last_look = ptx::load_relaxed_sys(&place.control(place.rank)->closed[peer]) != 0;
     return !broken;
+  }
+
+  // Wait for p's header of this call; a peer that is in another one, or has refused its own, is a failure. `measure`: on one
+  // thread a call.
+  __device__ Header await_header(std::uint32_t p, std::uint32_t epoch, std::uint32_t digest, bool measure) {
+    const Header& header = place.control(place.rank)->headers[p][epoch % 2];
+    Header seen;
+    failed();  // once a call, also where nothing is waited for long
+    do {
+      seen.request = ptx::load_relaxed_sys(&header.request);
+      seen.more = ptx::load_relaxed_sys(&header.more);
+    } while ((seen.request.x != epoch || seen.more.x != epoch) && again(p));
+    if (measure && start) {
+      auto& late = place.control(place.rank)->late[p];
+      const std::uint64_t ns = ptx::global_timer_ns() - start;
+      late.times++;
+      late.ns += ns;
+      if (ns > late.longest_ns) late.longest_ns = ns;
+    }
+    start = 0;
+    if (!broken && seen.request.y != digest) fail(seen.request.y == kRefusal ? kRefused : kMismatch, p);
+    return seen;
   }
 
  private:

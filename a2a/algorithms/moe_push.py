@@ -1,0 +1,497 @@
+"""Mixture of Experts on GPUs by stores into the peers' memory.
+
+Dispatch: few SMs store each token once into a slot at every rank that holds one of its experts; chunk by chunk behind
+the signals, slots are expanded into rows. Combine: the rank that holds a token's rows sums them and stores the sum at
+the token's owner, who adds the ranks' sums in rank order. csrc/cuda/moe_push*.cu have the protocols.
+
+Decisions:
+
+* **Three streams.** What sends runs on the caller's; gates, which are one block each and wait for a chunk of every
+  peer, on a second; what works on a chunk that has come on a third, behind its gate. So a chunk is expanded on all SMs
+  that are free while later ones travel, and only senders and one gate at a time occupy an SM for waiting. The caller's
+  stream goes on when the third has ended. Small requests are one chunk and stay on the caller's stream.
+* **The number of chunks follows from `max_tokens`**, since all ranks must cut alike and nothing may be asked of them.
+* **The host waits only for the row count**, which a gate stores into pinned memory, and not at all with `max_rows`.
+* **Slots come from one buffer a communicator**, the largest that an instance has needed; instances share it.
+
+Wins wherever GPUs reach each other's memory. `direct`, which would store rows where they belong, moves fewer bytes from
+about eight ranks on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from ctypes import Structure, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.moe_base import (
+    SCALE_DTYPE,
+    Dispatched,
+    Moe,
+    MoeExchange,
+    MoeSpec,
+    Origins,
+    routed_bytes,
+)
+from a2a.errors import PeerTimeoutError
+from a2a.kernels import cpu, cuda
+
+if TYPE_CHECKING:
+    from a2a.comm import Communicator
+
+_DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
+_TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 512  # the kernels' own constants
+_SENDERS, _SUMMERS = (
+    16,
+    48,
+)  # blocks of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
+_CHUNK_BYTES = 8 << 20  # of tokens that a rank brings: long enough to hide a gate, short enough to overlap
+_MOST_CHUNKS = 60
+_STAGING_BYTES, _MOST_STAGING_BYTES = 256 << 20, 2 << 30  # for a peer, for all of them
+_MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
+_NO_LIMIT = 0xFFFFFFFF
+
+
+class _Place(Structure):
+    _fields_ = (
+        ("base", c_uint64),
+        ("window", c_uint64),
+        ("host", c_uint64),
+        ("timeout_ns", c_uint64),
+        ("rank", c_uint32),
+        ("text", c_uint32),
+    )
+
+
+class _Moe(Structure):
+    _fields_ = (
+        ("place", _Place),
+        *((name, c_uint64) for name in ("stage", "data", "half", "counts", "workspace", "plan", "homes")),
+        *(
+            (name, c_uint32)
+            for name in (
+                "digest",
+                "tokens",
+                "max_tokens",
+                "experts",
+                "local_experts",
+                "most_local",
+                "alignment",
+                "ring",
+            )
+        ),
+        ("planners", c_uint32),
+        ("unused", c_uint32),
+    )
+
+
+def _params(name: str, pointers: str, words: str) -> type[Structure]:
+    fields = [("m", _Moe), *((n, c_uint64) for n in pointers.split()), *((n, c_uint32) for n in words.split())]
+    return type(name, (Structure,), {"_fields_": fields})
+
+
+_Send = _params("_Send", "x x_scales ids weights ids_out", "ids_bytes unused")
+_Gate = _params("_Gate", "", "chunk signals headers unused")
+_Counts = _params("_Counts", "offsets counts overflow host ticket", "capacity signals")
+_Expand = _params(
+    "_Expand",
+    "rows scales weights rank token k index x x_scales ids topk_weights out_rows grad_weights",
+    "capacity compact_capacity first_chunk end_chunk own last",
+)
+_Sum = _params("_Sum", "rows weights row_grads ids y weight_grads", "compact compact_rows chunk last")
+
+
+class MoePush(Moe):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "push"
+    device_type: ClassVar[str] = "cuda"
+
+    def unsupported(self, request: Request, comm: Communicator) -> str | None:
+        if reason := self.no_memory(comm):
+            return reason
+        if request.dtype not in _DTYPE:
+            return f"its kernels sum bfloat16, float16 and float32; this is {request.dtype}"
+        if request.get("num_experts") > _MOST_EXPERTS:
+            return f"it counts at most {_MOST_EXPERTS} experts; there are {request.get('num_experts')}"
+        return None
+
+    def cost(self, request: Request, comm: Communicator) -> Cost:
+        rows, distinct = routed_bytes(request, comm)
+        remote = distinct * (comm.world_size - 1) // comm.world_size
+        return Cost(steps=2, scale_up_bytes=remote, copied_bytes=rows + distinct + remote, sms=_SENDERS)
+
+    def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
+        return PushExchange(comm, spec)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the calls of an instance are cut; the same on every rank. See csrc/cuda/moe_push.cuh."""
+
+    senders: int
+    summers: int
+    chunks: int
+    ring: int
+    slot_bytes: int
+    meta_bytes: int
+    stage_bytes: int
+
+    @property
+    def ranges(self) -> int:
+        return self.senders * _TEAMS
+
+    @property
+    def starts(self) -> int:
+        return self.ranges * self.chunks + 1
+
+    @staticmethod
+    def of(spec: MoeSpec, world_size: int) -> Geometry:
+        senders = _SENDERS if spec.num_sms is None else max(1, min(_SENDERS, spec.num_sms // 5))
+        summers = _SUMMERS if spec.num_sms is None else max(1, min(_SUMMERS, spec.num_sms // 2))
+        wire = _round(spec.hidden, 16) + _round(spec.scale_blocks * (4 if spec.wire == "fp8" else 1), 16)
+        sums = spec.hidden * 4 if spec.wire_combine == "float32" else spec.row_bytes
+        slot = _round(max(wire if spec.wire else spec.row_bytes, sums), 128)
+        meta = 16 + 16 * spec.top_k
+        peers, ranges = max(world_size - 1, 1), senders * _TEAMS
+        most = max(1, min(_STAGING_BYTES * peers, _MOST_STAGING_BYTES) // 2 // (peers * ranges * (slot + meta)))
+        each = max(1, -(-spec.max_tokens // ranges))  # tokens of a range
+        chunks = max(1, min(_MOST_CHUNKS, round(spec.max_tokens * spec.row_bytes / _CHUNK_BYTES), each))
+        while 2 * -(-each // chunks) > most and -(-each // chunks) > 1:
+            chunks += 1  # two chunks must fit a ring
+        chunk_tokens = -(-each // chunks)
+        ring = max(2, min(most, chunk_tokens * chunks))
+        stage = _round(8 * (world_size * _MOST_BLOCKS + world_size), 256)
+        return Geometry(
+            senders, summers, chunks, ring, slot, meta, stage + 2 * peers * ranges * ring * (slot + meta) + 512
+        )
+
+
+def _round(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+class PushExchange(MoeExchange):
+    """The GPU kernels of one ExpertParallel."""
+
+    def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
+        self._comm, self._spec, self._lib = comm, spec, cuda.lib()
+        self._transport = transport = comm.require_transport("ExpertParallel")
+        world, device = comm.world_size, comm.device
+        self._geometry = g = Geometry.of(spec, world)
+        what = f"{spec.describe()} expert_to_rank {hash(spec.expert_to_rank) & 0xFFFFFF:06x}"
+        self._local = spec.local_experts(comm.rank)
+        most_local = max(spec.local_experts(rank) for rank in range(world))
+        self._counts = transport.alloc(2 * world * (1 + g.starts + most_local) * 8, what)
+        stage = transport.shared("moe_push", g.stage_bytes)
+        self.plan_size = 2 * world * g.starts + world + 1 + 2 * most_local + spec.max_tokens * world * (1 + spec.top_k)
+        homes, found = [], [0] * world
+        for owner in spec.expert_to_rank:
+            homes.append(owner << 16 | found[owner])
+            found[owner] += 1
+        self._homes = torch.tensor(homes, dtype=torch.int64).to(torch.int32).to(device)
+        columns = spec.num_experts + world
+        planners = max(1, min(_TEAM // 32, _PLANNER_BYTES // (4 * columns) - 1))
+        words = 64 + g.ranges * columns + most_local * world + 4 + spec.max_tokens * spec.top_k + 16
+        self._workspace = torch.zeros(words, dtype=torch.int32, device=device)
+        self._load(planners * 4 * columns + 4 * columns)
+        place = transport.place
+        stage_words = _round(8 * (world * _MOST_BLOCKS + world), 256)
+        half = (stage.num_bytes - stage_words) // 2 // 256 * 256
+        self._m = _Moe(
+            place=_Place(place.base, place.window, place.host, int(comm.timeout_s * 1e9), comm.rank, 0),
+            stage=stage.address, data=stage.address + stage_words, half=half, counts=self._counts.address,
+            workspace=self._workspace.data_ptr(), homes=self._homes.data_ptr(), max_tokens=spec.max_tokens,
+            experts=spec.num_experts, local_experts=self._local, most_local=most_local,
+            alignment=spec.expert_alignment, ring=g.ring, planners=planners,
+        )  # fmt: skip
+        assert half >= max(world - 1, 1) * g.ranges * g.ring * (g.slot_bytes + g.meta_bytes)
+        self._asks = {
+            op: (f"{op}|{what}", f"{op} of {spec.describe()}")
+            for op in ("dispatch", "combine", "dispatch_backward", "combine_backward")
+        }
+        self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)
+        self._tickets = itertools.count(1)
+        self._events = [_event(self._lib) for _ in range(g.chunks + 3)]
+        self._sequences: dict[Any, tuple[Any, int]] = {}
+        self._closed = False
+        torch.cuda.synchronize(device)  # the workspace and homes are there before any stream uses them
+
+    # ---- kernels
+
+    def _load(self, planner_bytes: int) -> None:
+        spec, g, place = self._spec, self._geometry, self._transport.place
+        defines = {
+            "WORLD": self._comm.world_size, "TOP_K": spec.top_k, "HIDDEN": spec.hidden, "DTYPE": _DTYPE[spec.dtype],
+            "WIRE": _WIRE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
+            "COMPACT": int(spec.layout == "compact"), "DROP": int(spec.overflow == "drop"),
+            "WIDE_SUMS": int(spec.wire_combine == "float32"), "TEAM": _TEAM,
+        }  # fmt: skip
+        sms = torch.cuda.get_device_properties(place.device).multi_processor_count
+        most = sms if spec.num_sms is None else min(sms, spec.num_sms)
+        expanders, finishers = max(1, most - g.senders) * 2, max(1, most - g.summers)
+        self._calls: dict[str, tuple[cuda.Call, Any]] = {}
+        with torch.cuda.device(place.device):
+            modules = {
+                part: cuda.module(f"moe_push_{part}", place.arch, tuple(defines.items()), place.context)
+                for part in ("send", "expand", "sum")
+            }
+        quantised = ["_quantised"] if spec.wire else []
+        for suffix in ["", "_gradient", *quantised]:
+            self._add(modules["send"], f"send{suffix}", _Send, g.senders, _TEAM * _TEAMS,
+                      0 if suffix == "_gradient" else planner_bytes * _TEAMS)  # fmt: skip
+        for suffix in ["", "_gradient", "_gradient_weighted", "_gradient_dots", *quantised]:
+            self._add(modules["expand"], f"expand{suffix}", _Expand, expanders, _EXPAND_THREADS)
+        self._add(modules["expand"], "gate", _Gate, 1, 1024)
+        self._add(modules["expand"], "gate_counts", _Counts, 1, 1024)
+        self._add(modules["expand"], "refuse", _Gate, 1, 128)
+        for suffix in ["", "_weighted"]:
+            self._add(modules["sum"], f"sum{suffix}", _Sum, g.summers, _SUM_THREADS)
+            self._add(modules["sum"], f"finish{suffix}", _Sum, finishers, _SUM_THREADS)
+
+    def _add(self, module: Any, name: str, params: Any, grid: int, block: int, shared_bytes: int = 0) -> None:
+        place, values = self._transport.place, params()
+        call = cuda.Call(
+            function=module.function(f"moe_push_{name}", shared_bytes), context=place.context, failure=place.host,
+            params=ctypes.addressof(values), params_bytes=ctypes.sizeof(values), grid=grid, block=block,
+            shared_bytes=shared_bytes,
+        )  # fmt: skip
+        self._calls[name] = (call, values)
+
+    def _launch(self, name: str, stream: int, at: str = "", *patch: int) -> cuda.Step:
+        call, values = self._calls[name]
+        offset = getattr(type(values), at).offset if at else 0
+        return cuda.Step(cuda.Step.LAUNCH, stream, ctypes.addressof(call), offset, len(patch), (c_uint32 * 4)(*patch))
+
+    def _record(self, event: int, stream: int) -> cuda.Step:
+        return cuda.Step(cuda.Step.RECORD, stream, self._events[event])
+
+    def _wait(self, event: int, stream: int) -> cuda.Step:
+        return cuda.Step(cuda.Step.WAIT, stream, self._events[event])
+
+    def _run(self, op: str, key: tuple[Any, ...], make: Any) -> None:
+        """Launch the sequence `key`, which `make` lists once, on the current stream and the communicator's two others."""
+        if key not in self._sequences:
+            steps = make()
+            self._sequences[key] = ((cuda.Step * len(steps))(*steps), len(steps))
+        steps, count = self._sequences[key]
+        streams = (c_void_p * 3)(*self._transport.streams())
+        result = self._lib.a2a_cuda_run(steps, count, streams)
+        if result:
+            self._comm.raise_failure(cpu.FAILED if result == cuda.FAILED else result, op)
+
+    # Streams: 0 the caller's, 1 gates, 2 what works behind them.
+
+    def _fork(self) -> list[cuda.Step]:
+        return [self._record(0, 0), self._wait(0, 1), self._wait(0, 2)]
+
+    def _chunks(self, worker: Any, signals: int, headers: bool) -> list[cuda.Step]:
+        """Gate after gate, and behind each the work on its chunk; then the caller's stream waits for the last."""
+        chunks, steps = self._geometry.chunks, []
+        for c in range(chunks):
+            steps.append(self._launch("gate", 1, "chunk", c, signals, int(headers and c == 0)))
+            steps += [self._record(2 + c, 1), self._wait(2 + c, 2), worker(c, c == chunks - 1)]
+        return [*steps, self._record(1, 2), self._wait(1, 0)]
+
+    def _spread(self, send: str, expand: str, counts: bool) -> tuple[list[cuda.Step], list[cuda.Step]]:
+        """What sends, up to the gate that knows where rows lie; and what makes rows of it."""
+        g = self._geometry
+
+        def chunk(c: int, last: bool) -> cuda.Step:
+            return self._launch(expand, 2, "first_chunk", c, c + 1, 0, int(last))
+
+        if g.chunks == 1:
+            gate = (
+                self._launch("gate_counts", 0, "signals", g.ranges)
+                if counts
+                else self._launch("gate", 0, "chunk", 0, g.ranges, 1)
+            )
+            return [self._launch(send, 0), gate], [self._launch(expand, 0, "first_chunk", 0, 1, 1, 1)]
+        first = [*self._fork(), self._launch(send, 0)]
+        if counts:
+            first += [self._launch("gate_counts", 1, "signals", 0), self._record(1, 1), self._wait(1, 2)]
+        own = self._launch(expand, 2, "first_chunk", 0, 0, 1, 0)
+        return first, [own, *self._chunks(chunk, g.ranges, not counts)]
+
+    def _gather(self, sum_: str, finish: str) -> list[cuda.Step]:
+        g = self._geometry
+        if g.chunks == 1:
+            return [
+                self._launch(sum_, 0),
+                self._launch("gate", 0, "chunk", 0, g.summers, 1),
+                self._launch(finish, 0, "chunk", 0, 1),
+            ]
+
+        def chunk(c: int, last: bool) -> cuda.Step:
+            return self._launch(finish, 2, "chunk", c, int(last))
+
+        return [*self._fork(), self._launch(sum_, 0), *self._chunks(chunk, g.summers, True)]
+
+    def _begin(self, op: str, num_tokens: int, plan: torch.Tensor) -> _Moe:
+        agree, text = self._asks[op]
+        number = self._transport.request(agree, 0, text)
+        m = self._m
+        m.place.text, m.digest = number & 0xFFFF, self._transport.digest(number)
+        m.tokens, m.plan = num_tokens, plan.data_ptr()
+        return m
+
+    def _set(self, m: _Moe, name: str, **values: int) -> None:
+        _, params = self._calls[name]
+        params.m = m
+        for field, value in values.items():
+            setattr(params, field, value)
+
+    # ---- collectives
+
+    def dispatch(
+        self,
+        x_TH: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor | None,
+    ) -> Dispatched:
+        spec, num_tokens, device = self._spec, topk_ids_TK.shape[0], self._comm.device
+        suffix = "" if scales is None else "_quantised"
+        ids = torch.empty(topk_ids_TK.shape, dtype=torch.int32, device=device)
+        plan = torch.empty(self.plan_size, dtype=torch.int32, device=device)
+        offsets, counts, overflow = (
+            torch.empty(n, dtype=torch.int32, device=device) for n in (self._local, self._local, 1)
+        )
+        exact = spec.max_rows is None
+        if exact and torch.cuda.is_current_stream_capturing():
+            self._comm.check_open("dispatch")
+            raise RuntimeError(
+                "dispatch: the host must wait for the number of rows, which a CUDA graph can't; make the ExpertParallel "
+                "with max_rows=N"
+            )
+        ticket = next(self._tickets) if exact else 0
+        m = self._begin("dispatch", num_tokens, plan)
+        self._set(m, f"send{suffix}", x=x_TH.data_ptr(), x_scales=_pointer(scales), ids=topk_ids_TK.data_ptr(),
+                  weights=_pointer(weights_TK), ids_out=ids.data_ptr(), ids_bytes=topk_ids_TK.element_size())  # fmt: skip
+        self._set(m, "gate_counts", offsets=offsets.data_ptr(), counts=counts.data_ptr(), overflow=overflow.data_ptr(),
+                  host=self._host.data_ptr() if exact else 0, ticket=ticket,
+                  capacity=_NO_LIMIT if spec.max_rows is None else spec.max_rows)  # fmt: skip
+        self._set(m, "gate")
+        key = ("dispatch", suffix)
+        self._run("dispatch", (*key, 0), lambda: self._spread(f"send{suffix}", f"expand{suffix}", True)[0])
+        height, capacity = self._heights(ticket)
+        out = self._outputs(height, capacity, offsets, counts, overflow, ids, plan)
+        self._set(m, f"expand{suffix}", rows=out.rows.data_ptr(), scales=out.scales.data_ptr(),
+                  weights=out.row_weights_R.data_ptr(), rank=out.row_rank_R.data_ptr(), token=out.row_token_R.data_ptr(),
+                  k=out.row_k_R.data_ptr(), index=out.row_index_R.data_ptr(), x=x_TH.data_ptr(),
+                  x_scales=_pointer(scales), ids=ids.data_ptr(), topk_weights=_pointer(weights_TK), capacity=capacity,
+                  compact_capacity=height)  # fmt: skip
+        self._run("dispatch", (*key, 1), lambda: self._spread(f"send{suffix}", f"expand{suffix}", True)[1])
+        return out
+
+    def _heights(self, ticket: int) -> tuple[int, int]:
+        """(rows of the matrix, rows that are described)."""
+        spec = self._spec
+        if spec.max_rows is not None:
+            most = self._comm.world_size * spec.max_tokens
+            return (min(spec.max_rows, most) if spec.layout == "compact" else spec.max_rows), spec.max_rows
+        place = self._transport.place
+        result = self._lib.a2a_cuda_await(self._host.data_ptr(), ticket, place.host, 2 * self._comm.timeout_s + 60)
+        if result == -1:
+            self._comm.raise_failure(cpu.FAILED, "dispatch")
+        if result:
+            raise PeerTimeoutError(
+                f"dispatch: rank {self._comm.rank}'s GPU has not begun it within {2 * self._comm.timeout_s + 60:.0f} s; "
+                f"is something before it on the stream that never ends?",
+                rank=self._comm.rank, op="dispatch",
+            )  # fmt: skip
+        _, padded, _, distinct = self._host.tolist()
+        return (distinct if spec.layout == "compact" else padded), padded
+
+    def _outputs(self, height: int, capacity: int, offsets: torch.Tensor, counts: torch.Tensor, overflow: torch.Tensor,
+                 ids: torch.Tensor, plan: torch.Tensor) -> Dispatched:  # fmt: skip
+        spec, device = self._spec, self._comm.device
+        if spec.rows == "wire":
+            assert spec.wire is not None
+            rows = torch.empty(height, spec.hidden, dtype=torch.float8_e4m3fn, device=device)
+            scales = torch.empty(height, spec.scale_blocks, dtype=SCALE_DTYPE[spec.wire], device=device)
+        else:
+            rows = torch.empty(height, spec.hidden, dtype=spec.dtype, device=device)
+            scales = torch.empty(0, device=device)
+        rank, token, k = (torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(3))
+        index = torch.empty(capacity if spec.layout == "compact" else 0, dtype=torch.int32, device=device)
+        weights = torch.empty(capacity, device=device)
+        return Dispatched(rows, scales, counts, offsets, weights, rank, token, k, index, overflow, ids, plan)
+
+    def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
+        suffix, num_tokens = "" if weights_R is None else "_weighted", origins.topk_ids_TK.shape[0]
+        y = torch.empty(num_tokens, self._spec.hidden, dtype=self._spec.dtype, device=self._comm.device)
+        m = self._begin("combine", num_tokens, origins.plan)
+        for name in (f"sum{suffix}", f"finish{suffix}"):
+            self._set(m, name, rows=rows_RH.data_ptr(), weights=_pointer(weights_R), row_grads=0, ids=0, y=y.data_ptr(),
+                      weight_grads=0, compact=0)  # fmt: skip
+        self._set(m, "gate")
+        self._run("combine", ("combine", suffix), lambda: self._gather(f"sum{suffix}", f"finish{suffix}"))
+        return y
+
+    def combine_backward(
+        self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None, origins: Origins
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens, num_rows, device = grad_TH.shape[0], origins.row_rank_R.shape[0], self._comm.device
+        expand = "expand_gradient" + ("_dots" if rows_RH is not None else "" if weights_R is None else "_weighted")
+        grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype, device=device)
+        make = torch.zeros if rows_RH is None else torch.empty
+        grad_weights = make(num_rows, dtype=torch.float32, device=device)
+        m = self._begin("combine_backward", num_tokens, origins.plan)
+        self._set(m, "send_gradient", x=grad_TH.data_ptr())
+        self._set(m, "gate")
+        self._set(m, expand, rows=grad_rows.data_ptr(), weights=_pointer(weights_R), x=grad_TH.data_ptr(),
+                  out_rows=_pointer(rows_RH), grad_weights=grad_weights.data_ptr(), capacity=num_rows)  # fmt: skip
+        self._run(
+            "combine_backward", (expand,), lambda: [*itertools.chain(*self._spread("send_gradient", expand, False))]
+        )
+        return grad_rows, grad_weights
+
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, origins: Origins
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        spec, num_tokens, device = self._spec, origins.topk_ids_TK.shape[0], self._comm.device
+        grad_x = torch.empty(num_tokens, spec.hidden, dtype=spec.dtype, device=device)
+        grad_weights = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=device)
+        m = self._begin("dispatch_backward", num_tokens, origins.plan)
+        for name in ("sum", "finish"):
+            self._set(m, name, rows=grad_rows.data_ptr(), weights=0, row_grads=grad_weights_R.data_ptr(),
+                      ids=origins.topk_ids_TK.data_ptr(), y=grad_x.data_ptr(), weight_grads=grad_weights.data_ptr(),
+                      compact=int(spec.layout == "compact"), compact_rows=grad_rows.shape[0])  # fmt: skip
+        self._set(m, "gate")
+        self._run("dispatch_backward", ("dispatch_backward",), lambda: self._gather("sum", "finish"))
+        return grad_x, grad_weights
+
+    def refuse(self, op: str, why: str) -> None:
+        if self._closed or self._comm.closed:
+            return
+        m = self._begin(op, 0, self._homes)
+        self._set(m, "refuse")
+        self._run(op, ("refuse",), lambda: [self._launch("refuse", 0)])
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._transport.release(self._counts)
+            for event in self._events:
+                self._lib.a2a_cuda_event_free(event)
+
+
+def _event(library: Any) -> int:
+    event = c_void_p()
+    cuda.check(library.a2a_cuda_event(ctypes.byref(event)), "cuEventCreate")
+    assert event.value is not None
+    return event.value
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+__all__ = ["Geometry", "MoePush", "PushExchange"]

@@ -1,0 +1,360 @@
+// moe_push_send: the first kernel of a dispatch or of combine's backward. Every rank stores each of its tokens once into a slot
+// at every rank that holds one of its experts.
+//   dispatch: counts its ids first, tells every rank what comes (starts, counts of its experts), and sends with each token
+//   which rows it becomes.  The other: tokens are those of an earlier dispatch, whose plan says where they go.
+//   With a wire format, tokens are quantised on the way; `_quantised` kernels take them so from the caller.
+//
+// Cost     1 step; scale-up bytes per rank: one row a token and rank
+// Launch   kRanges / kTeams blocks of kTeams teams, the same on every rank, resident together; dynamic shared memory:
+//          (planners + 1) * (experts + kWorld) words a team (dispatch only)
+// Buffers  x private; slots and counts symmetric; plan and workspace private
+// VISIBLE  counts: marks, each a number and the epoch in one 64-bit store.  Slots: W: all threads of a team store; then their
+//          barrier; S: one thread stores `progress` with st.release.sys, cumulative over the barrier.  A: a gate at the receiver
+//          (moe_push_expand.cu) loads it with ld.acquire.sys, and R, the kernel after it, reads the slots.
+// REUSE    counts and slots are two by the epoch's parity: as headers in signal.cuh; a rank's call e + 1 begins with this kernel
+//          or moe_push_sum's, after all kernels of its call e.  Within a call, chunk c is stored when `consumed` says that the
+//          chunks whose slots it takes have been expanded.
+// PROGRESS the barrier among the senders: all are resident and come to it without waiting.  A sender waits for `consumed`
+//          only where a ring is smaller than the request, and then for kernels that wait for nobody.
+// FAILURE  as in signal.cuh: nothing is sent any more; gates see the record.
+#include "moe_push.cuh"
+
+namespace a2a {
+
+struct Send {
+  Moe m;
+  const std::uint8_t* x;         // [tokens][kHidden] of the dtype, or e4m3
+  const std::uint8_t* x_scales;  // with e4m3
+  const void* ids;               // [tokens][kTopK]
+  const float* weights;          // the same, or null: ones
+  std::int32_t* ids_out;         // a copy
+  std::uint32_t ids_bytes, unused;
+};
+
+constexpr std::uint32_t kNone = 0xffffffff;
+constexpr std::uint32_t kDeep = 8;  // vectors of a lane in flight: what fills the link with few SMs
+
+struct Sender {
+  const Send& a;
+  const Moe& m;
+  Wait wait;
+  const std::uint32_t rank, epoch, team, range, t, warp, lane;
+
+  __device__ Sender(const Send& args, std::uint32_t e)
+      : a(args),
+        m(args.m),
+        wait(args.m.place, kWorld),
+        rank(args.m.rank()),
+        epoch(e),
+        team(threadIdx.x / kTeam),
+        range(blockIdx.x * kTeams + team),
+        t(threadIdx.x % kTeam),
+        warp(t / 32),
+        lane(t % 32) {}
+
+  __device__ void barrier() const { ptx::barrier(1 + team, kTeam); }
+  __device__ std::uint32_t columns() const { return m.experts + kWorld; }
+
+  __device__ void send_count(std::uint32_t to, std::uint32_t word, std::uint32_t value) const {
+    ptx::store_relaxed_sys(m.counts_at(to, rank, epoch) + word, mark(epoch, value));
+  }
+
+  // ---- the plan
+
+  __device__ std::int64_t id(std::uint32_t i) const {
+    return a.ids_bytes == 4 ? static_cast<const std::int32_t*>(a.ids)[i] : static_cast<const std::int64_t*>(a.ids)[i];
+  }
+  __device__ std::uint32_t expert(std::uint32_t i) const {  // kNone: of no expert, and no row
+    const std::int64_t e = id(i);
+    return e >= 0 && e < m.experts ? std::uint32_t(e) : kNone;
+  }
+  // A bit for each of 32 ranks, from `first`, that hold an expert of the token.
+  __device__ std::uint32_t ranks_of(std::uint32_t token, std::uint32_t first) const {
+    std::uint32_t found = 0;
+    for (std::uint32_t k = 0; k < kTopK; k++) {
+      const std::uint32_t e = expert(token * kTopK + k), r = e == kNone ? kNone : (m.homes[e] >> 16) - first;
+      if (r < 32) found |= 1u << r;
+    }
+    return found;
+  }
+
+  // Tokens of this warp: the planners cut their range in turn.
+  __device__ std::uint32_t warp_token(std::uint32_t w) const {
+    const std::uint32_t begin = m.token_at(range, 0), end = m.token_at(range + 1, 0);
+    const std::uint32_t at = begin + w * ceil_div(end - begin, m.planners);
+    return at < end ? at : end;
+  }
+
+  // Rows of each expert and tokens of each rank among this warp's tokens; each id's place among them.
+  __device__ void count(std::uint32_t* counts) {
+    const std::uint32_t begin = warp_token(warp), end = warp_token(warp + 1);
+    std::uint32_t* positions = WorkspaceAt::positions(m);
+    for (std::uint32_t i0 = begin * kTopK; i0 < end * kTopK; i0 += 32) {
+      const std::uint32_t i = i0 + lane;
+      const bool mine = i < end * kTopK;
+      const std::uint32_t e = mine ? expert(i) : kNone;
+      if (mine) a.ids_out[i] = std::int32_t(id(i));
+      if (mine && e == kNone && id(i) != -1) wait.fail(kOutOfRange, rank);
+      const std::uint32_t same = __match_any_sync(kFull, e);
+      const std::uint32_t before = e != kNone ? counts[e] : 0;
+      __syncwarp();
+      if (e != kNone) {
+        positions[i] = before + __popc(same & ((1u << lane) - 1));
+        if (lane == std::uint32_t(__ffs(same)) - 1) counts[e] = before + __popc(same);
+      }
+      __syncwarp();
+    }
+    for (std::uint32_t t0 = begin; t0 < end; t0 += 32)
+      for (std::uint32_t first = 0; first < kWorld; first += 32) {
+        const std::uint32_t ranks = t0 + lane < end ? ranks_of(t0 + lane, first) : 0;
+        for (std::uint32_t r = first; r < kWorld && r < first + 32; r++) {
+          const std::uint32_t going = __ballot_sync(kFull, ranks >> (r - first) & 1);
+          if (lane == 0) counts[m.experts + r] += __popc(going);
+        }
+      }
+  }
+
+  // Counts of the warps before instead of each warp's own, and the range's in the histogram.
+  __device__ void sum_warps(std::uint32_t* counts) const {
+    for (std::uint32_t q = t; q < columns(); q += kTeam) {
+      std::uint32_t sum = 0;
+      for (std::uint32_t w = 0; w < m.planners; w++) {
+        const std::uint32_t own = counts[w * columns() + q];
+        counts[w * columns() + q] = sum;
+        sum += own;
+      }
+      WorkspaceAt::histogram(m, range)[q] = sum;
+    }
+  }
+
+  // All senders have come.
+  __device__ void meet() {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      std::uint32_t* word = m.workspace + WorkspaceAt::kArrived;
+      const std::uint32_t wanted = (ptx::add_acq_rel_gpu(word, 1) / gridDim.x + 1) * gridDim.x;
+      while (!reached(ptx::load_acquire_gpu(word), wanted) && wait.again(rank)) {
+      }
+    }
+    __syncthreads();
+  }
+
+  // Where this range's rows and tokens begin among the rank's; and what the others must know of all of them.
+  __device__ void sum_ranges(std::uint32_t* base) {
+    for (std::uint32_t q = t; q < columns(); q += kTeam) {
+      std::uint32_t before = 0, all = 0;
+#pragma unroll
+      for (std::uint32_t b = 0; b < kRanges; b++) {
+        const std::uint32_t own = WorkspaceAt::histogram(m, b)[q];
+        all += own;
+        before += b < range ? own : 0;
+      }
+      base[q] = before;
+      if (q % kRanges != range) continue;
+      if (q < m.experts)
+        send_count(m.homes[q] >> 16, kCountsAt + (m.homes[q] & 0xffff), all);
+      else
+        send_start(q - m.experts, kRanges * kChunks, all);
+    }
+    if (range == 0)
+      for (std::uint32_t r = t; r < kWorld; r += kTeam) send_count(r, 0, m.tokens);
+  }
+
+  __device__ void send_start(std::uint32_t to, std::uint32_t at, std::uint32_t u) const {
+    m.plan[PlanAt::kTo + to * PlanAt::kStarts + at] = std::int32_t(u);
+    send_count(to, kStartsAt + at, u);
+  }
+
+  // Each token's number at each rank, and where the chunks begin.
+  __device__ void number(const std::uint32_t* counts, const std::uint32_t* base) {
+    const std::uint32_t begin = warp_token(warp), end = warp_token(warp + 1), first = m.token_at(range, 0);
+    std::uint32_t* positions = WorkspaceAt::positions(m);
+    const std::uint32_t* before = counts + warp * columns();
+    for (std::uint32_t i = begin * kTopK + lane; i < end * kTopK; i += 32)
+      if (const std::uint32_t e = expert(i); e != kNone) positions[i] += base[e] + before[e];
+    const std::uint32_t each = Moe::chunk_tokens(m.tokens);
+    for (std::uint32_t rank0 = 0; rank0 < kWorld; rank0 += 32) {
+      std::uint32_t next[kWorld < 32 ? kWorld : 32];
+      for (std::uint32_t r = 0; r < kWorld - rank0 && r < 32; r++)
+        next[r] = base[m.experts + rank0 + r] + before[m.experts + rank0 + r];
+      for (std::uint32_t t0 = begin; t0 < end; t0 += 32) {
+        const std::uint32_t token = t0 + lane;
+        const std::uint32_t ranks = token < end ? ranks_of(token, rank0) : 0;
+        for (std::uint32_t r = 0; r < kWorld - rank0 && r < 32; r++) {
+          const std::uint32_t going = __ballot_sync(kFull, ranks >> r & 1);
+          const std::uint32_t u = next[r] + __popc(going & ((1u << lane) - 1));
+          next[r] += __popc(going);
+          if (token >= end) continue;
+          m.numbers()[std::uint64_t(token) * kWorld + rank0 + r] = ranks >> r & 1 ? std::int32_t(u) : -1;
+          if ((token - first) % each == 0) send_start(rank0 + r, range * kChunks + (token - first) / each, u);
+        }
+      }
+    }
+  }
+
+  // Chunks without tokens begin where the range ends.
+  __device__ void number_empty_chunks(const std::uint32_t* base) const {
+    for (std::uint32_t i = t; i < kChunks * kWorld; i += kTeam) {
+      const std::uint32_t chunk = i / kWorld, r = i % kWorld;
+      if (m.token_at(range, chunk) < m.token_at(range + 1, 0)) continue;
+      const std::uint32_t q = m.experts + r;
+      send_start(r, range * kChunks + chunk, base[q] + WorkspaceAt::histogram(m, range)[q]);
+    }
+  }
+
+  __device__ void plan() {
+    extern __shared__ std::uint32_t shared[];
+    std::uint32_t* counts = shared + team * (m.planners + 1) * columns();
+    std::uint32_t* base = counts + m.planners * columns();
+    for (std::uint32_t q = t; q < m.planners * columns(); q += kTeam) counts[q] = 0;
+    barrier();
+    if (warp < m.planners) count(counts + warp * columns());
+    barrier();
+    sum_warps(counts);
+    meet();
+    sum_ranges(base);
+    barrier();
+    if (warp < m.planners) number(counts, base);
+    number_empty_chunks(base);
+    barrier();
+    if (t == 0) ptx::store_release_sys(&m.stage_at(rank).progress[rank][range], mark(epoch, 0));  // planned
+  }
+
+  // ---- sending
+
+  // The chunks whose slots chunk `c` takes have been expanded.
+  __device__ bool await_room(std::uint32_t c, volatile std::uint32_t* stop) {
+    const std::uint32_t each = Moe::chunk_tokens(m.max_tokens), depth = each ? m.ring / each : kChunks;
+    if (t < kWorld && t != rank) {
+      if (c == 0) wait.failed();
+      if (c >= depth)
+        while (!has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[t]), mark(epoch, c - depth + 1)) &&
+               wait.again(t)) {
+        }
+      if (wait.broken) stop[team] = 1;
+    }
+    barrier();
+    return !stop[team];
+  }
+
+  // Which rows a token becomes, to every other rank that gets it.
+  __device__ void send_meta(std::uint32_t token) const {
+    const std::uint32_t i = token * kTopK + lane;
+    const std::uint32_t e = lane < kTopK ? expert(i) : kNone, home = e != kNone ? m.homes[e] : kNone;
+    uint4 entry{home & 0xffff, 0, __float_as_uint(1.0f), lane};
+    if (e != kNone) {
+      entry.y = WorkspaceAt::positions(m)[i];
+      if (a.weights) entry.z = __float_as_uint(a.weights[i]);
+    }
+    const std::uint32_t place = place_of(home, lane);
+    for (std::uint32_t left = __ballot_sync(kFull, e != kNone); left;) {
+      const std::uint32_t r = __shfl_sync(kFull, home, __ffs(left) - 1) >> 16;
+      const std::uint32_t same = __ballot_sync(kFull, e != kNone && home >> 16 == r);
+      left &= ~same;
+      if (r == rank) continue;
+      Meta& meta = m.meta(r, slot_number(r, m.numbers()[std::uint64_t(token) * kWorld + r]), epoch);
+      if (same >> lane & 1) *reinterpret_cast<uint4*>(meta.entries + place) = entry;
+      if (lane == 0) *reinterpret_cast<uint4*>(&meta) = uint4{token, std::uint32_t(__popc(same)), 0, 0};
+    }
+  }
+
+  __device__ std::uint64_t slot_number(std::uint32_t r, std::uint32_t u) const {
+    return m.slot_number(r, rank, range, u - m.starts_to(r)[range * kChunks]);
+  }
+
+  // A piece of a token, to every other rank that gets it.
+  template <bool kReady>
+  __device__ void send_piece(std::uint32_t token, std::uint32_t number) const {
+    using P = Piece<kDeep>;
+    const P piece(number, lane);
+    uint4 v[kDeep];
+    Quantised q[kDeep];
+    float scales[kDeep];
+    std::uint32_t codes[kDeep];
+    if constexpr (kReady) {
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++)
+        if (piece.has(k)) q[k].load(a.x + std::uint64_t(token) * kHidden, piece.at(k));
+    } else {
+      piece.load(v, a.x + std::uint64_t(token) * kRowBytes);
+    }
+    if constexpr (kWire != kNoWire && !kReady) {
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++) {
+        const Scale scale = Quantise<kDtype, kWire>::run(q[k].q, v[k]);
+        scales[k] = scale.value, codes[k] = scale.code;
+      }
+    }
+    for (std::uint32_t first = 0; first < kWorld; first += 32) {
+      const std::uint32_t to = first + lane;
+      const std::int32_t mine = to < kWorld && to != rank ? m.numbers()[std::uint64_t(token) * kWorld + to] : -1;
+      for (std::uint32_t left = __ballot_sync(kFull, mine >= 0); left; left &= left - 1) {
+        const std::uint32_t r = first + __ffs(left) - 1, u = __shfl_sync(kFull, mine, __ffs(left) - 1);
+        std::uint8_t* slot = m.slot(r, slot_number(r, u), epoch);
+        if constexpr (kWire == kNoWire) {
+          piece.store(slot, v);
+        } else {
+#pragma unroll
+          for (std::uint32_t k = 0; k < kDeep; k++) {
+            if (!piece.has(k)) continue;
+            q[k].store(slot, piece.at(k));
+            if constexpr (!kReady) store_scale<kDtype, kWire>(slot + kScalesAt, piece.at(k), scales[k], codes[k]);
+          }
+          if (kReady && number == 0)
+            for (std::uint32_t b = lane; b < kScales * scale_bytes(kWire); b += 32)
+              slot[kScalesAt + b] = a.x_scales[std::uint64_t(token) * kScales * scale_bytes(kWire) + b];
+        }
+      }
+    }
+  }
+
+  template <bool kPlan, bool kReady>
+  __device__ void send(volatile std::uint32_t* stop) {
+    constexpr std::uint32_t kPieces = Piece<kDeep>::kCount;
+    for (std::uint32_t c = 0; c < kChunks; c++) {
+      if (!await_room(c, stop)) return;
+      const std::uint32_t begin = m.token_at(range, c), end = m.token_at(range, c + 1);
+      for (std::uint32_t item = warp; item < (end - begin) * kPieces; item += kTeam / 32) {
+        const std::uint32_t token = begin + item / kPieces, piece = item % kPieces;
+        send_piece<kReady>(token, piece);
+        if (kPlan && piece == 0) send_meta(token);
+      }
+      barrier();
+      for (std::uint32_t r = t; r < kWorld; r += kTeam)
+        ptx::store_release_sys(&m.stage_at(r).progress[rank][range], mark(epoch, c + 1));
+    }
+  }
+};
+
+template <bool kPlan, bool kReady>
+__device__ void run(const Send& a) {
+  __shared__ volatile std::uint32_t stop[kTeams];
+  if (threadIdx.x < kTeams) stop[threadIdx.x] = 0;
+  const std::uint32_t epoch = a.m.epoch();
+  if (blockIdx.x == 0)
+    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+      if (p != a.m.rank()) a.m.place.send_header(p, epoch, a.m.digest, a.m.tokens, 0);
+  __syncthreads();
+  Sender sender(a, epoch);
+  if constexpr (kPlan) sender.plan();
+  sender.send<kPlan, kReady>(stop);
+}
+
+}  // namespace a2a
+
+extern "C" __global__ void __launch_bounds__(a2a::kTeam* a2a::kTeams)
+    moe_push_send(const __grid_constant__ a2a::Send a) {
+  a2a::run<true, false>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(a2a::kTeam* a2a::kTeams)
+    moe_push_send_gradient(const __grid_constant__ a2a::Send a) {
+  a2a::run<false, false>(a);
+}
+
+#if WIRE
+extern "C" __global__ void __launch_bounds__(a2a::kTeam* a2a::kTeams)
+    moe_push_send_quantised(const __grid_constant__ a2a::Send a) {
+  a2a::run<true, true>(a);
+}
+#endif
