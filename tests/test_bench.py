@@ -19,7 +19,8 @@ import torch
 
 import a2a
 from a2a.cli.exchanges import Exchange, memcpy_contender
-from a2a.cli.moe_contenders import MoeCase, Outcome, copies_contender, factor, wrong
+from a2a.cli.moe_case import MoeCase, Outcome, factor, wrong
+from a2a.cli.moe_contenders import copies_contender
 from a2a.measure import Cell, Contender, Control, Line, Timing, alternate, percentile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,19 +211,13 @@ def test_memcpy_moves_what_it_should() -> None:
 CASE = MoeCase(tokens=7, hidden=8, experts=5, top_k=2, dtype=torch.float32, ranks=2, skew=0.5)
 
 
-def right_round(rank: int) -> Any:
-    """A round that computes what the layer means, without any exchange."""
-
-    def one_round(experts: Any) -> Outcome:
-        rows, _ = CASE.expected_rows(rank)
-        experts(rows)
-        x, ids, weights, grad = CASE.inputs(rank)
-        by_expert = weights * factor(ids)
-        total = by_expert.sum(1, keepdim=True)
-        dots = (x * grad).sum(1, keepdim=True) * factor(ids)
-        return Outcome(rows, total * x, total * grad, dots, (0, 0, 0, 0))
-
-    return one_round
+def right_outcome(rank: int) -> Outcome:
+    """What the layer means, computed without any exchange."""
+    rows, _ = CASE.expected_rows(rank)
+    x, ids, weights, grad = CASE.inputs(rank)
+    total = (weights * factor(ids)).sum(1, keepdim=True)
+    dots = (x * grad).sum(1, keepdim=True) * factor(ids)
+    return Outcome(rows, total * x, total * grad, dots)
 
 
 def test_expected_rows_are_expert_major() -> None:
@@ -242,24 +237,26 @@ def test_expected_rows_are_expert_major() -> None:
 
 
 def test_a_right_moe_round_has_nothing_wrong() -> None:
-    assert [wrong(CASE, rank, right_round(rank)) for rank in range(2)] == [0, 0]
+    assert [wrong(CASE, rank, right_outcome(rank)) for rank in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize("field", ["rows", "y", "grad_x", "grad_weights"])
-def test_a_wrong_moe_round_is_found_out(field: str) -> None:
-    def one_round(experts: Any) -> Outcome:
-        outcome = right_round(0)(experts)
-        return dataclasses.replace(outcome, **{field: getattr(outcome, field).flip(0)})
-
-    assert wrong(CASE, 0, one_round) > 0
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_a_wrong_moe_round_is_found_out(field: str, wire: str | None) -> None:
+    right = right_outcome(0)
+    flipped = dataclasses.replace(right, **{field: getattr(right, field).flip(0)})
+    assert wrong(dataclasses.replace(CASE, wire=wire), 0, flipped) > 0
 
 
 def test_a_missing_row_is_found_out() -> None:
-    def one_round(experts: Any) -> Outcome:
-        outcome = right_round(0)(experts)
-        return dataclasses.replace(outcome, rows=outcome.rows[1:])
+    right = right_outcome(0)
+    assert wrong(CASE, 0, dataclasses.replace(right, rows=right.rows[1:])) > 0
 
-    assert wrong(CASE, 0, one_round) > 0
+
+def test_what_is_no_number_is_found_out() -> None:
+    right = right_outcome(0)
+    right.y[0, 0] = math.nan
+    assert wrong(CASE, 0, right) == 1
 
 
 def test_routing_is_uniform_unless_skewed() -> None:
