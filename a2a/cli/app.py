@@ -129,7 +129,7 @@ def bench(
     dtype: Dtype = "float32",
     against: Annotated[
         str | None,
-        typer.Option(help="Baselines, or none: gloo,mpi on CPUs; nccl,nccl_symm,nccl_ce on GPUs."),
+        typer.Option(help="Baselines, or none: gloo,mpi on CPUs; nccl,nccl_symm,nccl_ce,deep_ep (moe) on GPUs."),
     ] = None,
     algorithm: Annotated[str | None, typer.Option(help="The algorithm to use instead of the planner's choice.")] = None,
     memory: Annotated[
@@ -179,18 +179,19 @@ def bench(
 
     op = parse.word(op, command.OPS, "OP")
     through = parse.word(through, ("a2a", "dist"), "--through")
+    wanted = None if against is None else parse.words(against, command.ALL_BASELINES, "--against")
+    if device is None and set(command.BASELINES["cpu"]).intersection(wanted or ()):
+        device = "cpu"
     kind = _device(device, ranks)
     memories = parse.words(memory or ("ordinary" if through == "dist" else "symmetric"), ("symmetric", "ordinary"),
                            "--memory")  # fmt: skip
     if algorithm is not None:
         _with_algorithm("moe" if op == "moe" else "all_to_all", algorithm)
-    against = command.USUAL[kind] if against is None else against
-    known = tuple(name for names in command.BASELINES.values() for name in names)
     request = command.Request(
         op=op,
         command=" ".join(["a2a", *sys.argv[1:]]),
         dtypes=tuple(parse.dtype_names(dtype)),
-        against=tuple(parse.words(against, known, "--against")),
+        against=command.USUAL[kind] if wanted is None else tuple(wanted),
         repeat=repeat,
         device=kind,
         graph=graph,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from a2a.cli import bench_tables, parse, show
-from a2a.cli.devices import Site, site
+from a2a.cli.devices import NCCL_REFUSES, Site, site
 from a2a.cli.ranks import Emit, find_mpi, mpi_world, run_ranks
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     Windows = dict[str, NcclWindow]
 
 OPS = ("all_to_all", "all_to_allv", "moe")
-BASELINES = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "nccl_symm", "nccl_ce")}
-USUAL = {"cpu": "gloo", "cuda": "nccl,nccl_symm,nccl_ce"}
+BASELINES = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "nccl_symm", "nccl_ce", "deep_ep")}
+ALL_BASELINES = (*BASELINES["cpu"], *BASELINES["cuda"])
+USUAL = {"cpu": ("gloo",), "cuda": ("nccl", "nccl_symm", "nccl_ce")}
 CELL_S, CUDA_CELL_S = 3.0, 1.5  # how long samples of one cell are taken
 
 
@@ -225,6 +226,7 @@ def _windows(request: Request, cells: Sequence[Exchange], here: Site) -> Iterato
 def _moe_cells(request: Request, control: Control, here: Site, emit: Emit) -> None:
     import a2a
     from a2a.cli import moe_contenders as moe
+    from a2a.cli.moe_deep_ep import deep_ep_contender
     from a2a.measure import Cell
 
     for name, tokens in itertools.product(request.dtypes, request.tokens):
@@ -232,11 +234,12 @@ def _moe_cells(request: Request, control: Control, here: Site, emit: Emit) -> No
         emit({"begin": f"moe {name}, {tokens} tokens"})
         with a2a.communicator(here.group, device=here.device) as comm:
             contenders = [moe.a2a_contender(case, comm, here.clock)]
-            for baseline in ("gloo", "nccl"):
-                if baseline in request.against:
-                    contenders.append(
-                        moe.c10d_contender(baseline, case, control.rank, here.clock, here.group, graph=request.graph)
-                    )
+            engine = "gloo" if request.device == "cpu" else "nccl"
+            if engine in request.against:
+                why = moe.WAITS if request.graph else NCCL_REFUSES if engine == "nccl" and here.group is None else ""
+                contenders.append(moe.c10d_contender(engine, case, control.rank, here.clock, here.group, why_not=why))
+            if "deep_ep" in request.against:
+                contenders.append(deep_ep_contender(case, control.rank, here.clock, here.group, graph=request.graph))
             if here.device.type == "cpu":
                 contenders.append(moe.copies_contender(case, control.rank))
             cell = Cell(

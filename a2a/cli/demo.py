@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from a2a.cli import show
-from a2a.cli.devices import Site, site
+from a2a.cli.devices import NCCL_REFUSES, Site, site
 from a2a.cli.ranks import Emit, run_ranks
 
 if TYPE_CHECKING:
@@ -143,9 +143,10 @@ def _work(request: Request, control: Control, here: Site, emit: Emit) -> None:
             ranks=comm.world_size,
             device=str(here.device),
         )
+        refused = NCCL_REFUSES if baseline == "nccl" and here.group is None else ""
         contenders = [
             moe.a2a_contender(case, comm, here.clock),
-            moe.c10d_contender(baseline, case, comm.rank, here.clock, here.group),
+            moe.c10d_contender(baseline, case, comm.rank, here.clock, here.group, why_not=refused),
         ]
         timings = alternate(contenders, control, budget_s=TIMED_S, repeat=request.repeat, clock=here.clock)
         wrong = {name: parts["total"].wrong for name, parts in timings.items() if parts["total"].wrong}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from a2a.measure import Control
 
 NCCL_TIMEOUT_S = 120.0
+NCCL_REFUSES = "NCCL takes one rank a GPU, and here ranks share one"
 
 
 @dataclass(frozen=True)

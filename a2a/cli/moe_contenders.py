@@ -23,6 +23,7 @@ from a2a.cli.moe_case import MoeCase, Outcome, dequantised, factor, wrong
 from a2a.clocks import Clock
 from a2a.measure import Contender
 
+WAITS = "its host waits for the counts of rows, which no CUDA graph can"
 PARTS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
 
@@ -270,12 +271,12 @@ def a2a_contender(case: MoeCase, comm: Any, clock: Clock) -> Contender:
 
 
 def c10d_contender(
-    name: str, case: MoeCase, rank: int, clock: Clock, group: Any = None, *, graph: bool = False
+    name: str, case: MoeCase, rank: int, clock: Clock, group: Any = None, *, why_not: str = ""
 ) -> Contender:
     """The same layer on gloo's or NCCL's all-to-all."""
-    if graph:
-        why = "its host waits for the counts of rows, which no CUDA graph can"
-        return Contender(name, lambda: None, lambda: 0, phases=dict.fromkeys(PARTS, int), optional=True, why_not=why)
+    if why_not:
+        phases = dict.fromkeys(PARTS, int)
+        return Contender(name, int, lambda: 0, phases=phases, optional=True, why_not=why_not)
     return C10dRounds(case, rank, group).contender(name, clock, optional=name != "gloo")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from a2a.cli.devices import nccl_group
+from a2a.cli.devices import NCCL_REFUSES, nccl_group
 from a2a.cli.exchanges import Exchange, contender, dist_call, poison
 from a2a.kernels import cuda
 from a2a.measure import Contender, Control
@@ -44,8 +44,11 @@ class NcclWindow:
             self.group = nccl_group(no_sms=self._no_sms)
             backend = self._backend = self.group._get_backend(self._device)
             pool = torch.cuda.MemPool(backend.mem_allocator)
+            # One piece for both: ranks that register several must do it in the same order.
+            each = -(-self._num_bytes // 4096) * 4096
             with torch.cuda.use_mem_pool(pool):
-                self.buffers = [torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+                both = torch.empty(2 * each, dtype=torch.uint8, device=self._device)
+            self.buffers = both[:each], both[each:]
             backend.register_mem_pool(pool, symm=True)  # what is in the pool by now; newer torch doesn't follow it
         except Exception as error:
             self._why = f"{type(error).__name__}: {error}"
@@ -129,8 +132,7 @@ def _meet(control: Control) -> None:
 def nccl_contender(exchange: Exchange, group: Any) -> Contender:
     """`dist.all_to_all_single` on torch's own tensors; `group` is None where NCCL refuses these ranks."""
     if group is None:
-        why = "NCCL takes one rank a GPU, and here ranks share one"
-        return Contender("nccl", lambda: None, lambda: 0, optional=True, why_not=why)
+        return Contender("nccl", lambda: None, lambda: 0, optional=True, why_not=NCCL_REFUSES)
     source = torch.empty(sum(exchange.sends), dtype=exchange.dtype, device=exchange.device)
     output = torch.empty(sum(exchange.receives), dtype=exchange.dtype, device=exchange.device)
     call = dist_call(exchange, source, output, group)
