@@ -7,7 +7,7 @@ times them in turn, over and over, so that whatever else happens on the machine 
 Decisions:
 
 * **A sample is the slowest rank's time.** Every rank keeps its own times; the maxima are taken after the last sample, so
-  that nothing is sent while the clock runs.
+  that nothing is sent while the clock runs. Which clock: `a2a/clocks.py`.
 * **Short calls are timed in rows.** A sample is as many back-to-back calls as fill about a millisecond, divided by their
   number: a clock and a barrier are coarser than one 3 us call. So a percentile of short calls is one of such means.
 * **The start favours nobody.** Before each sample all ranks meet in a barrier of the control group (gloo, whoever is
@@ -25,7 +25,6 @@ import gc
 import json
 import math
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,12 +33,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from a2a.clocks import Clock, HostClock, Row
 from a2a.topology import local_facts
 
-SAMPLE_US = 1000.0  # what the calls of one sample should fill
-MAX_CALLS = 1000
 MIN_SAMPLES, MAX_SAMPLES = 9, 200
-BARRIER_US = 500.0  # what a barrier is reckoned at when samples are counted; nothing is derived from it
 WARM_UP_CALLS = 3
 TOTAL = "total"
 
@@ -53,16 +50,29 @@ class Contender:
         run: one call. Where `parts` is not empty it returns how many ns each part took.
         check: one call on poisoned memory; returns how many elements of this rank's result are wrong.
         algorithm: which algorithm runs, where that is known.
+        sms: how many streaming multiprocessors it takes, where that is known.
         parts: names of the phases of one call.
+        phases: instead of `parts`, calls that can each be made any number of times in a row, and are timed so.
+        check_call: as `check`, for a call made in another way: the replay of a graph.
         optional: a baseline that cannot do the request (gloo has no int16) is left out with its reason.
+        why_not: the reason, where it is known before.
     """
 
     name: str
-    run: Callable[[], Sequence[int] | None]
+    run: Callable[[], Any]
     check: Callable[[], int]
     algorithm: str = "-"
+    sms: int | None = None
     parts: tuple[str, ...] = ()
+    phases: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    check_call: Callable[[Callable[[], object]], int] | None = None
     optional: bool = False
+    why_not: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is timed of it."""
+        return (*self.parts, *self.phases, TOTAL)
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,7 @@ def alternate(
     *,
     budget_s: float = 3.0,
     repeat: int | None = None,
+    clock: Clock | None = None,
 ) -> dict[str, dict[str, Timing]]:
     """Check the contenders and time them in alternation. Collective: every rank calls it with the same contenders.
 
@@ -138,59 +149,96 @@ def alternate(
         control: what the ranks agree through.
         budget_s: about how long to take samples.
         repeat: how many samples to take instead of what fits the budget.
+        clock: None: the host's.
     Returns:
-        For each contender's name, the timing of each of its parts and of `"total"`; the same on every rank.
+        For each contender's name, the timing of each of its parts or phases and of `"total"`; the same on every rank.
     Raises:
         RuntimeError: a contender failed on some ranks only. What one that is not optional raises is passed on.
     Cost: `budget_s` and a few calls of each for warming up; never fewer than 9 samples.
     """
+    clock = HostClock(control.barrier) if clock is None else clock
     wrong: dict[str, int] = {}
-    refused: dict[str, str] = {}
+    refused = {contender.name: contender.why_not for contender in contenders if contender.why_not}
+    jobs: list[_Job] = []
     for contender in contenders:
-        wrong[contender.name], reason = _checked(contender, control)
+        if contender.name in refused:
+            continue
+        wrong[contender.name], reason = _agreed(contender, control, contender.check)
+        new: list[_Job] = []
+        if not reason:
+            _, reason = _agreed(contender, control, lambda c=contender, new=new: _prepare(c, control, clock, new))  # type: ignore[misc]
         if reason:
             refused[contender.name] = reason
-    able = [contender for contender in contenders if contender.name not in refused]
-    calls = {contender.name: _calls(contender, control) for contender in able}
-    cost_us = sum(BARRIER_US + us * (count + 1) for count, us in calls.values())
+        else:
+            jobs += new
+    cost_us = sum(clock.align_us + job.us * (job.row.calls + 1) for job in jobs)
     wanted = int(budget_s * 1e6 / cost_us) if cost_us else 0
     rounds = max(MIN_SAMPLES, min(MAX_SAMPLES, wanted)) if repeat is None else max(1, repeat)
-
-    mine: dict[str, list[list[float]]] = {contender.name: [] for contender in able}
     with _no_garbage_collection():
         for turn in range(rounds):
-            for place in range(len(able)):
-                contender = able[(turn + place) % len(able)]
-                control.barrier()
-                contender.run()
-                mine[contender.name].append(_sample(contender, calls[contender.name][0]))
+            for place in range(len(jobs)):
+                job = jobs[(turn + place) % len(jobs)]
+                clock.align()
+                job.row.begin()
+                job.samples.append(job.row.time())
     timings: dict[str, dict[str, Timing]] = {}
     for contender in contenders:
-        name = contender.name
-        if name in refused:
-            timings[name] = {part: Timing(why=refused[name]) for part in (*contender.parts, TOTAL)}
+        if contender.name in refused:
+            timings[contender.name] = {part: Timing(why=refused[contender.name]) for part in contender.names}
             continue
-        after, _ = _checked(contender, control)
-        names = (*contender.parts, TOTAL)
-        worst = control.maximum([value for sample in mine[name] for value in sample])
-        timings[name] = {
-            part: Timing(tuple(worst[index :: len(names)]), calls[name][0], wrong[name] + after)
-            for index, part in enumerate(names)
+        own = [job for job in jobs if job.contender is contender]
+        after, _ = _agreed(contender, control, _check_after(contender, own[-1].row))
+        timings[contender.name] = {
+            name: Timing(samples, job.row.calls, wrong[contender.name] + after)
+            for job in own
+            for name, samples in job.timings(control).items()
         }
     return timings
 
 
-def _checked(contender: Contender, control: Control) -> tuple[int, str]:
-    """How many elements are wrong over all ranks, and why an optional contender can't do it at all ("" if it can)."""
+@dataclass
+class _Job:
+    """What is timed at once: a contender's whole call with its parts, or one of its phases."""
+
+    contender: Contender
+    names: tuple[str, ...]
+    row: Row
+    us: float  # a call, roughly
+    samples: list[list[float]] = field(default_factory=list)
+
+    def timings(self, control: Control) -> dict[str, tuple[float, ...]]:
+        worst = control.maximum([value for sample in self.samples for value in sample])
+        return {name: tuple(worst[index :: len(self.names)]) for index, name in enumerate(self.names)}
+
+
+def _prepare(contender: Contender, control: Control, clock: Clock, jobs: list[_Job]) -> int:
+    """Warm up, and add what is to be timed of the contender to `jobs`."""
+    for name, run in contender.phases.items():
+        count, us = _calls(run, (), control, clock)
+        jobs.append(_Job(contender, (name,), clock.row(run, count), us))
+    names = (*contender.parts, TOTAL)
+    count, us = _calls(contender.run, contender.parts, control, clock)
+    jobs.append(_Job(contender, names, clock.row(contender.run, count, contender.parts), us))
+    return 0
+
+
+def _check_after(contender: Contender, row: Row) -> Callable[[], int]:
+    """A check of what was timed: the row's graph, if there is one."""
+    check_call = contender.check_call
+    return contender.check if check_call is None or not row.is_graph else lambda: check_call(row.make)
+
+
+def _agreed(contender: Contender, control: Control, count: Callable[[], int]) -> tuple[int, str]:
+    """The sum of `count()` over the ranks, and why an optional contender can't do it at all ("" if it can)."""
     error: Exception | None = None
-    count = 0
+    mine = 0
     try:
-        count = contender.check()
+        mine = count()
     except Exception as caught:
         if not contender.optional:
             raise
         error = caught
-    failed, elements = control.total([float(error is not None), float(count)])
+    failed, elements = control.total([float(error is not None), float(mine)])
     if 0 < failed < control.world_size:
         raise RuntimeError(
             f"{contender.name} failed on {failed:.0f} of {control.world_size} ranks; here it said: {error or 'nothing'}"
@@ -198,40 +246,21 @@ def _checked(contender: Contender, control: Control) -> tuple[int, str]:
     return int(elements), f"{type(error).__name__}: {error}" if error is not None else ""
 
 
-def _calls(contender: Contender, control: Control) -> tuple[int, float]:
+def _calls(run: Callable[[], Any], parts: Sequence[str], control: Control, clock: Clock) -> tuple[int, float]:
     """How many calls make a sample, and about how long one takes; warms up on the way."""
-    control.barrier()
+    clock.align()
     for _ in range(WARM_UP_CALLS):
-        contender.run()
+        run()
     calls = 1
-    for _ in range(
-        2
-    ):  # the second time with as many calls as the first time suggests, as single calls measure the clock
-        control.barrier()
-        contender.run()
-        (us,) = control.maximum([_sample(contender, calls)[-1]])
-        calls = max(1, min(MAX_CALLS, math.ceil(SAMPLE_US / max(us, 0.1))))
+    for _ in range(2):  # the second time with as many calls as the first suggests: single calls measure the clock
+        row = clock.trial(run, calls, parts)
+        clock.align()
+        row.begin()
+        (us,) = control.maximum([row.time()[-1]])
+        calls = clock.calls(us)
         if calls == 1:
             break
     return calls, us
-
-
-def _sample(contender: Contender, calls: int) -> list[float]:
-    """Time so many calls; us a call for each part and in total, on this rank."""
-    run = contender.run
-    if not contender.parts:
-        begin = time.perf_counter_ns()
-        for _ in range(calls):
-            run()
-        return [(time.perf_counter_ns() - begin) / calls / 1e3]
-    sums = [0] * len(contender.parts)
-    begin = time.perf_counter_ns()
-    for _ in range(calls):
-        parts = run()
-        assert parts is not None, f"{contender.name} has parts, so its run() returns their times"
-        sums = [total + ns for total, ns in zip(sums, parts, strict=True)]
-    whole = time.perf_counter_ns() - begin
-    return [ns / calls / 1e3 for ns in (*sums, whole)]
 
 
 @contextlib.contextmanager
@@ -296,6 +325,7 @@ class Cell:
         timing: Timing,
         *,
         algorithm: str = "-",
+        sms: int | None = None,
         case: Mapping[str, Any] | None = None,
         baselines: Mapping[str, Timing] | None = None,
     ) -> Line:
@@ -308,6 +338,7 @@ class Cell:
             bytes=self.num_bytes,
             dtype=self.dtype,
             ranks=self.ranks,
+            sms=sms,
             wrong=timing.wrong,
             n=len(timing.samples_us),
             case=details,
@@ -341,16 +372,20 @@ def bus_factor(op: str, ranks: int) -> float | None:
     return (ranks - 1) / ranks if op in ("all_to_all", "all_to_allv") else None
 
 
-def environment(topology: str, command: str) -> dict[str, Any]:
-    """What a number depends on beside its request: commit, versions, machine, command. Asks no GPU."""
+def environment(topology: str, command: str, device: torch.device | None = None) -> dict[str, Any]:
+    """What a number depends on beside its request: commit, versions, machine, command. Asks a GPU only for its own name."""
     commit, dirty = _commit(Path(__file__).resolve().parent)
+    gpu = nccl = None
+    if device is not None and device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {
         "commit": commit,
         "dirty": dirty,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": None,
-        "gpu": None,
+        "nccl": nccl,
+        "gpu": gpu,
         "cpu": cpu_name(),
         "topology": topology,
         "command": command,

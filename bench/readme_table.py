@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+import gpu_tables
+import tables
 
 from a2a.cli.show import ratio_text, size_text
 from a2a.measure import Line
@@ -37,12 +40,17 @@ def read(folder: Path) -> list[Line]:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The tables, and where their numbers come from."""
+    """The tables, and where their numbers come from: GPUs first."""
     if not lines:
         return "No results yet: `python bench/run_cpu.py`."
-    parts = [exchanges(lines, ranks) for ranks in sorted({line.ranks for line in lines if line.op == "all_to_all"})]
-    parts += [moe(lines, ranks) for ranks in sorted({line.ranks for line in lines if line.op == "moe"})]
-    return "\n\n".join([*filter(None, parts), sources(lines)])
+    on_gpus = [line for line in lines if line.case.get("device") == "cuda"]
+    on_cpus = [line for line in lines if line.case.get("device") != "cuda"]
+    parts = [gpu_tables.markdown(on_gpus)] if on_gpus else []
+    parts += [
+        exchanges(on_cpus, ranks) for ranks in sorted({line.ranks for line in on_cpus if line.op == "all_to_all"})
+    ]
+    parts += [moe(on_cpus, ranks) for ranks in sorted({line.ranks for line in on_cpus if line.op == "moe"})]
+    return "\n\n".join(filter(None, [*parts, sources(on_cpus) if on_cpus else ""]))
 
 
 def exchanges(lines: Sequence[Line], ranks: int) -> str:
@@ -57,10 +65,10 @@ def exchanges(lines: Sequence[Line], ranks: int) -> str:
         mine = {line.bytes: line for line in of_way if line.impl == "a2a"}
         if not mine:
             continue
-        table.append([f"{name}, us", *_cells(sizes, mine, _p50)])
+        table.append([f"{name}, us", *tables.by_size(sizes, mine, tables.p50)])
         for baseline in ("gloo", "mpi"):
             if any(baseline in line.ratio for line in mine.values()):
-                cells = _cells(sizes, mine, lambda line, name=baseline: ratio_text(line.ratio.get(name)))
+                cells = tables.by_size(sizes, mine, lambda line, name=baseline: ratio_text(line.ratio.get(name)))
                 table.append([f"... times faster than {'MPI' if baseline == 'mpi' else baseline}", *cells])
     first = next(case for name, case in WAYS if any(line.case.get("memory") == case["memory"] for line in of_op))
     for impl, name in (("gloo", "gloo, us"), ("mpi", "MPI (mpi4py), us"), ("memcpy", "memcpy of as many bytes, us")):
@@ -68,8 +76,8 @@ def exchanges(lines: Sequence[Line], ranks: int) -> str:
             line.bytes: line for line in of_op if line.impl == impl and line.case.get("memory") == first["memory"]
         }
         if of_impl:
-            table.append([name, *_cells(sizes, of_impl, _p50)])
-    return _table(table)
+            table.append([name, *tables.by_size(sizes, of_impl, tables.p50)])
+    return tables.markdown(table)
 
 
 def moe(lines: Sequence[Line], ranks: int) -> str:
@@ -100,38 +108,15 @@ def moe(lines: Sequence[Line], ranks: int) -> str:
                 "-" if copies is None else f"{1 / copies:.2f}x",
             ]
         table.append(row)
-    return _table(table) + (
+    return tables.markdown(table) + (
         "\n\nThe gloo layer is the same one made of sort, counts and `all_to_all_single`; copies are plain copies of the "
         "same rows, on all ranks at once."
     )
 
 
 def sources(lines: Sequence[Line]) -> str:
-    """Machine, versions, commit and commands."""
-
-    def each(get: Callable[[Line], object]) -> str:
-        return ", ".join(dict.fromkeys(str(get(line)) for line in lines))
-
-    commits = each(lambda line: f"{line.env['commit']}{' (changed since)' if line.env['dirty'] else ''}")
-    machine = f"{each(lambda line: line.env['cpu'])}; torch {each(lambda line: line.env['torch'])}"
-    return (
-        f"p50 of alternating runs, slowest rank; {machine}; "
-        f"commit {commits}. Made by `python bench/run_cpu.py`; see [bench/README.md](bench/README.md)."
-    )
-
-
-def _cells(sizes: Sequence[int], by_size: dict[int, Line], text: Callable[[Line], str]) -> list[str]:
-    return [text(by_size[size]) if size in by_size else "-" for size in sizes]
-
-
-def _p50(line: Line) -> str:
-    return "-" if line.p50_us is None else f"{line.p50_us:.3g}" if line.p50_us < 1000 else f"{line.p50_us:,.0f}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = rows
-    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in body])
+    """Machine, versions, commit and commands of results on CPUs."""
+    return f"{tables.origin(lines, 'cpu')}. Made by `python bench/run_cpu.py`; see [bench/README.md](bench/README.md)."
 
 
 def replaced(text: str, table: str) -> str:

@@ -10,12 +10,11 @@ was wrong, and 2 if a floor was missed.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import runs
 
 from a2a.measure import Line
 
@@ -92,19 +91,6 @@ FLOORS = (
 )
 
 
-def measure(commands: Sequence[str], extra: Sequence[str]) -> Iterator[tuple[str, int, list[Line]]]:
-    """Run the commands; yields each with its exit code and lines."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "lines.jsonl"
-        for command in commands:
-            path.unlink(missing_ok=True)
-            words = [sys.executable, "-m", "a2a", "bench", *command.split(), *extra, "--json", str(path)]
-            code = subprocess.run(words, check=False).returncode
-            lines = [Line.from_json(text) for text in path.read_text().splitlines()] if path.exists() else []
-            told = " ".join(["a2a bench", command, *extra])  # without the temporary file
-            yield told, code, [Line(**{**vars(line), "env": {**line.env, "command": told}}) for line in lines]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.jsonl")
@@ -116,28 +102,15 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     commands = [command for command in COMMANDS if arguments.only in command]
-    failed = wrong = 0
+    failed = 0
     lines: list[Line] = []
-    for command, code, new in measure(commands, SHORT if arguments.short else ()):
-        if code:
-            print(f"exit code {code}: {command}", file=sys.stderr)
+    for command in commands:
+        code, new = runs.measure(f"{command} --device cpu", SHORT if arguments.short else ())
         failed += code != 0
-        wrong += sum(line.wrong for line in new)
         lines += new
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(
-            "".join(line.to_json() + "\n" for line in lines)
-        )  # after each: hours may be lost otherwise
-    print(f"{len(lines)} lines in {arguments.out}; {wrong} wrong elements; {failed} of {len(commands)} commands failed")
-    if failed or wrong:
-        return 1
-    if arguments.short:
-        return 0
+        runs.write(arguments.out, lines)  # after each: hours may be lost otherwise
     missed = [text for line in lines for floor in FLOORS if (text := floor.missed(line))]
-    for text in missed:
-        print(f"missed: {text}")
-    print("Every floor is met." if not missed else f"{len(missed)} floors are missed.")
-    return 2 if missed else 0
+    return runs.verdict(arguments.out, lines, failed, None if arguments.short else missed)
 
 
 if __name__ == "__main__":

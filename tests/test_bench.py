@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,8 @@ import torch
 
 import a2a
 from a2a.cli.exchanges import Exchange, memcpy_contender
-from a2a.cli.moe_contenders import MoeCase, Outcome, copies_contender, factor, wrong
+from a2a.cli.moe_case import MoeCase, Outcome, factor, wrong
+from a2a.cli.moe_contenders import copies_contender
 from a2a.measure import Cell, Contender, Control, Line, Timing, alternate, percentile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +39,9 @@ ENV = {
 
 
 def script(name: str) -> ModuleType:
-    """A module of bench/, which is no package."""
+    """A module of bench/, which is no package; what it imports of its neighbours is found, too."""
+    if str(ROOT / "bench") not in sys.path:
+        sys.path.append(str(ROOT / "bench"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -210,19 +214,13 @@ def test_memcpy_moves_what_it_should() -> None:
 CASE = MoeCase(tokens=7, hidden=8, experts=5, top_k=2, dtype=torch.float32, ranks=2, skew=0.5)
 
 
-def right_round(rank: int) -> Any:
-    """A round that computes what the layer means, without any exchange."""
-
-    def one_round(experts: Any) -> Outcome:
-        rows, _ = CASE.expected_rows(rank)
-        experts(rows)
-        x, ids, weights, grad = CASE.inputs(rank)
-        by_expert = weights * factor(ids)
-        total = by_expert.sum(1, keepdim=True)
-        dots = (x * grad).sum(1, keepdim=True) * factor(ids)
-        return Outcome(rows, total * x, total * grad, dots, (0, 0, 0, 0))
-
-    return one_round
+def right_outcome(rank: int) -> Outcome:
+    """What the layer means, computed without any exchange."""
+    rows, _ = CASE.expected_rows(rank)
+    x, ids, weights, grad = CASE.inputs(rank)
+    total = (weights * factor(ids)).sum(1, keepdim=True)
+    dots = (x * grad).sum(1, keepdim=True) * factor(ids)
+    return Outcome(rows, total * x, total * grad, dots)
 
 
 def test_expected_rows_are_expert_major() -> None:
@@ -242,24 +240,26 @@ def test_expected_rows_are_expert_major() -> None:
 
 
 def test_a_right_moe_round_has_nothing_wrong() -> None:
-    assert [wrong(CASE, rank, right_round(rank)) for rank in range(2)] == [0, 0]
+    assert [wrong(CASE, rank, right_outcome(rank)) for rank in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize("field", ["rows", "y", "grad_x", "grad_weights"])
-def test_a_wrong_moe_round_is_found_out(field: str) -> None:
-    def one_round(experts: Any) -> Outcome:
-        outcome = right_round(0)(experts)
-        return dataclasses.replace(outcome, **{field: getattr(outcome, field).flip(0)})
-
-    assert wrong(CASE, 0, one_round) > 0
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_a_wrong_moe_round_is_found_out(field: str, wire: str | None) -> None:
+    right = right_outcome(0)
+    flipped = dataclasses.replace(right, **{field: getattr(right, field).flip(0)})
+    assert wrong(dataclasses.replace(CASE, wire=wire), 0, flipped) > 0
 
 
 def test_a_missing_row_is_found_out() -> None:
-    def one_round(experts: Any) -> Outcome:
-        outcome = right_round(0)(experts)
-        return dataclasses.replace(outcome, rows=outcome.rows[1:])
+    right = right_outcome(0)
+    assert wrong(CASE, 0, dataclasses.replace(right, rows=right.rows[1:])) > 0
 
-    assert wrong(CASE, 0, one_round) > 0
+
+def test_what_is_no_number_is_found_out() -> None:
+    right = right_outcome(0)
+    right.y[0, 0] = math.nan
+    assert wrong(CASE, 0, right) == 1
 
 
 def test_routing_is_uniform_unless_skewed() -> None:
@@ -269,6 +269,23 @@ def test_routing_is_uniform_unless_skewed() -> None:
 
     assert share_of_first(0) == pytest.approx(CASE.top_k / CASE.experts, abs=0.03)
     assert share_of_first(2) > 0.8
+
+
+def test_room_for_rows_holds_uniform_routing_padded() -> None:
+    case = dataclasses.replace(CASE, tokens=512, experts=16, top_k=4, alignment=64)
+    for rank in range(2):
+        rows, experts = case.expected_rows(rank)
+        padded = sum(-(-int((experts == expert).sum()) // 64) * 64 for expert in range(*case.experts_of(rank)))
+        assert len(rows) < padded <= case.roomy_rows()
+    everything = dataclasses.replace(CASE, skew=1.0)
+    assert everything.roomy_rows() >= CASE.ranks * CASE.tokens * CASE.top_k
+
+
+def test_remote_bytes_count_a_token_once_for_each_other_rank() -> None:
+    case = dataclasses.replace(CASE, experts=2, top_k=2)  # an expert on each rank, and every token goes to both
+    assert case.remote_bytes(0) == case.tokens * case.hidden * 4
+    assert dataclasses.replace(case, wire="fp8").remote_bytes(0) == case.tokens * (case.hidden + 4)
+    assert dataclasses.replace(case, wire="mxfp8").remote_bytes(0) == case.tokens * (case.hidden + 1)
 
 
 def test_plain_copies_touch_every_row() -> None:
@@ -302,6 +319,40 @@ def test_the_readme_table_shows_what_the_results_say(results: list[Line]) -> Non
     assert "dist.all_to_all_single" not in table  # not run, so not shown
 
 
+@pytest.fixture
+def gpu_results() -> list[Line]:
+    env = {**ENV, "gpu": "NVIDIA H200", "nccl": "2.28.9"}
+    place = {"device": "cuda", "link_GBps": 400.0}
+    lines = []
+    for graph in (True, False):
+        case = {"memory": "symmetric", "through": "a2a", "graph": graph, **place}
+        lines += [
+            line(case=case, env=env, dtype="bfloat16", busbw_GBps=300.0, ratio={"nccl": 2.5}, sms=24),
+            line("nccl", case=case, env=env, dtype="bfloat16", p50_us=250.0),
+        ]
+    together = {"beside": "gemm 8x8x8", "gemm_slowdown": 1.25, "beside_p50_us": 110.0}
+    lines.append(line(case={**lines[0].case, **together}, env=env, dtype="bfloat16"))
+    for part, us in (("dispatch", 200.0), ("combine", 210.0), ("total", 900.0)):
+        layer = {"part": part, "tokens": 4096, "hidden": 16, "experts": 4, "top_k": 2, "skew": 0.0, "graph": True}
+        kind = {"layout": "compact", "alignment": 1, "wire": None, "num_sms": None, "max_rows": 5, "rows": "dtype"}
+        lines.append(line(op="moe", dtype="bfloat16", case={**layer, **kind, **place}, env=env, p50_us=us, ratio={}))
+    return lines
+
+
+def test_results_on_gpus_have_tables_of_their_own(results: list[Line], gpu_results: list[Line]) -> None:
+    readme = script("readme_table")
+    table = readme.markdown(results + gpu_results)
+    assert readme.markdown(results) in table  # those on CPUs are what they were
+    assert "| all-to-all, 2 x NVIDIA H200, bfloat16, calls in a CUDA graph | 1M |" in table
+    assert "| all-to-all, 2 x NVIDIA H200, bfloat16, eager calls | 1M |" in table
+    assert "| ... share of the link's 400 GB/s | 75% |" in table
+    assert "| ... times faster than NCCL | 2.5x |" in table
+    assert "| NCCL, us | 250 |" in table
+    assert "| in a CUDA graph, compact rows | 200 / 210 / 900 |" in table
+    assert "| all-to-all of 1M | 1.25x, 110 |" in table
+    assert "NVIDIA H200" not in readme.markdown(results)
+
+
 def test_only_what_is_between_the_marks_changes() -> None:
     readme = script("readme_table")
     text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
@@ -321,6 +372,49 @@ def test_a_missed_floor_is_told() -> None:
     assert "4 times gloo, expected 5" in floor.missed(line())
     assert floor.missed(line(ratio={"gloo": 5.0})) is None
     assert floor.missed(line(case={"memory": "ordinary"})) is None
+
+
+def test_a_missed_floor_on_gpus_is_told(gpu_results: list[Line]) -> None:
+    gpu = script("run_gpu")
+    graph = {"graph": True}
+    mine, baseline = gpu_results[0], gpu_results[1]
+    assert gpu.Floor("all_to_all", graph, (1 << 20,), most_us=100).missed(mine) == []
+    assert "100 us, expected at most 99" in gpu.Floor("all_to_all", graph, (1 << 20,), most_us=99).missed(mine)[0]
+    assert gpu.Floor("all_to_all", graph, (4096,), most_us=1).missed(mine) == []  # another size
+    assert gpu.Floor("all_to_all", graph, most_us=1).missed(baseline) == []
+    assert gpu.Floor("all_to_all", graph, most_us=1).missed(gpu_results[2]) == []  # eager
+    assert gpu.Floor("all_to_all", graph, most_us=1).missed(gpu_results[4]) == []  # beside a product
+    assert "300 GB/s, expected 370" in gpu.Floor("all_to_all", graph, least_GBps=370).missed(mine)[0]
+    assert "2.5 times nccl, expected 3" in gpu.Floor("all_to_all", graph, ratio=3).missed(mine)[0]
+    assert "p99 is 2 times p50" in gpu.Floor("all_to_all", graph, spread=1.15).missed(mine)[0]
+    assert "not measured" in gpu.Floor("all_to_all", graph, most_us=1).missed(dataclasses.replace(mine, p50_us=None))[0]
+
+
+def test_every_floor_on_gpus_is_of_something_that_is_run() -> None:
+    """Each command's words, as the case of its lines has them, meet each floor's."""
+    gpu = script("run_gpu")
+    words = [command.split() for _, command in gpu.COMMANDS.values() if "--beside" not in command]
+    for floor in gpu.FLOORS:
+        assert any(command[0] == floor.op and meets(command, floor.case) for command in words), floor
+
+
+def meets(command: list[str], case: Any) -> bool:
+    given = dict(itertools.pairwise(command))
+    asked = {
+        "memory": given.get("--memory", "symmetric"), "through": "a2a", "graph": "--graph" in command,
+        "tokens": given.get("--tokens", ""), "layout": given.get("--layout", "expert"),
+        "alignment": int(given.get("--alignment", 1)), "wire": given.get("--wire"), "rows": given.get("--rows", "dtype"),
+        "num_sms": int(given["--num-sms"]) if "--num-sms" in given else None, "max_rows": None,
+    }  # fmt: skip
+    return all(
+        str(value) in asked[key].split(",") if key in ("memory", "tokens") else asked[key] == value
+        for key, value in case.items()
+        if key != "part"
+    )
+
+
+def test_commands_on_gpus_have_limits_that_make_8_minutes() -> None:
+    assert sum(limit_s for limit_s, _ in script("run_gpu").COMMANDS.values()) <= 480
 
 
 # ---------------------------------------------------------------------------------------------- long runs, short form

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 import a2a
-from a2a.cli import main, parse, show
+from a2a.cli import devices, main, parse, show
 from a2a.cli.ranks import find_mpi
 from a2a.config import Launch
 from a2a.errors import UnsupportedError
@@ -31,8 +32,8 @@ from pool import PRELOADED
 A2A = (sys.executable, "-m", "a2a")
 FOLDER = Path(a2a.__file__).parent.parent  # the a2a that is tested here
 PNG = b"\x89PNG\r\n\x1a\n"
-TINY = ("--bytes", "4K", "--repeat", "3")
-TINY_MOE = ("--tokens", "16", "--hidden", "16", "--experts", "4", "--top-k", "2", "--repeat", "3")
+TINY = ("--device", "cpu", "--bytes", "4K", "--repeat", "3")
+TINY_MOE = ("--device", "cpu", "--tokens", "16", "--hidden", "16", "--experts", "4", "--top-k", "2", "--repeat", "3")
 
 
 def run(*words: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -225,7 +226,7 @@ def test_bench_compares_with_gloo_and_mpi_in_one_run(tmp_path: Path) -> None:
     assert [line["impl"] for line in lines] == ["a2a", "gloo", "mpi", "memcpy"]
     assert all(line["wrong"] == 0 and line["n"] == 3 and line["p50_us"] > 0 for line in lines)
     assert set(lines[0]["ratio"]) == {"gloo", "mpi", "memcpy"}
-    assert lines[0]["env"]["command"].startswith("a2a bench all_to_allv --bytes 4K")
+    assert lines[0]["env"]["command"].startswith("a2a bench all_to_allv --device cpu")
     assert (tmp_path / "out.png").read_bytes().startswith(PNG)
 
 
@@ -275,6 +276,54 @@ def test_bench_moe_times_every_phase_against_gloo_and_copies(here: Here, tmp_pat
     assert (tmp_path / "out.png").read_bytes().startswith(PNG)
 
 
+def test_bench_moe_of_other_layouts_and_formats(here: Here) -> None:
+    told = here(
+        "bench", "moe", *TINY_MOE, "--tokens", "24,7", "--layout", "compact", "--alignment", "4", "--wire", "mxfp8",
+        "--rows", "wire", "--max-rows", "300", "--dtype", "bf16", "--json", "-",
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    lines = [json.loads(text) for text in told.stdout.splitlines()]
+    assert {line["case"]["tokens"] for line in lines} == {24, 7}
+    assert all(line["wrong"] == 0 for line in lines)
+    kind = {"layout": "compact", "alignment": 4, "wire": "mxfp8", "rows": "wire", "max_rows": 300}
+    assert kind.items() <= lines[0]["case"].items()
+
+
+def test_bench_of_both_kinds_of_memory_in_one_run(here: Here) -> None:
+    told = here("bench", "all_to_all", *TINY, "--memory", "symmetric,ordinary", "--json", "-")
+    assert told.returncode == 0, told.stderr
+    lines = [json.loads(text) for text in told.stdout.splitlines()]
+    assert [line["case"]["memory"] for line in lines if line["impl"] == "a2a"] == ["symmetric", "ordinary"]
+    assert "ordinary tensors: p50" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "asked", "expected"),
+    [
+        (0, None, None, "cpu"),
+        (1, None, None, "cpu"),  # one rank shows nothing
+        (2, None, None, "cuda"),
+        (2, 2, None, "cuda"),
+        (2, 4, None, "cpu"),
+        (2, 4, "cuda", "cuda"),
+        (8, None, "cpu", "cpu"),
+    ],
+)
+def test_gpus_are_taken_where_there_is_one_for_every_rank(
+    gpus: int, ranks: int | None, asked: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "num_gpus", lambda: gpus)
+    assert devices.choose(asked, ranks) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_gpus_that_are_not_there_are_told(here: Here) -> None:
+    told = here("bench", "all_to_all", "--device", "cuda")
+    assert told.returncode == 1
+    assert "--device cuda: torch" in told.stderr
+    assert "finds no GPU here" in told.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -284,6 +333,14 @@ def test_bench_moe_times_every_phase_against_gloo_and_copies(here: Here, tmp_pat
         (("all_to_all", "--through", "dist", "--memory", "symmetric"), "use --memory ordinary"),
         (("moe", "--top-k", "9", "--experts", "8"), "--top-k 9 is more than --experts 8"),
         (("moe", "--against", "mpi"), "the MoE layer is compared with gloo"),
+        (("moe", "--tokens", "8,none"), "--tokens: 'none' is not a whole number above 0"),
+        (("all_to_all", "--device", "cpu", "--graph"), "--graph is for GPUs"),
+        (("all_to_all", "--device", "cpu", "--beside", "gemm"), "--beside is for GPUs"),
+        (
+            ("all_to_all", "--device", "cpu", "--against", "nccl"),
+            "--against nccl: not on cpu, where there are gloo, mpi",
+        ),
+        (("all_to_all", "--device", "tpu"), "--device: 'tpu' is not one of cpu, cuda"),
         (("all_to_all", "--nonsense"), "No such option"),
     ],
 )
@@ -295,7 +352,7 @@ def test_mistakes_are_told_without_a_traceback(here: Here, words: tuple[str, ...
 
 
 def test_what_a_rank_raises_is_told_with_its_rank(here: Here) -> None:
-    told = here("bench", "all_to_all", "--bytes", "4", "--repeat", "3")
+    told = here("bench", "all_to_all", "--device", "cpu", "--bytes", "4", "--repeat", "3")
     assert told.returncode == 1
     assert "fewer than one for each of 2 ranks" in told.stderr
     assert "of 2 failed" in told.stderr
@@ -314,7 +371,7 @@ def test_plan_names_the_algorithm_and_why_not_the_others(here: Here) -> None:
 
 
 def test_demo_is_right_and_ends_with_one_clear_sentence() -> None:
-    told = run(*A2A, "demo", "--ranks", "2", "--tokens", "64", "--hidden", "64", "--repeat", "3")
+    told = run(*A2A, "demo", "--device", "cpu", "--ranks", "2", "--tokens", "64", "--hidden", "64", "--repeat", "3")
     assert told.returncode == 0, told.stderr
     assert "every output and gradient is that of a dense layer." in told.stdout.rstrip().splitlines()[-1]
     for word in ("output", "gradient of the router", "dispatch backward", "times faster"):

@@ -27,7 +27,7 @@ LAYERS = (
     ("algorithms",),
     ("plan",),
     ("ops", "moe_ops", "moe", "gradients"),
-    ("measure", "simulate"),
+    ("clocks", "measure", "simulate"),
     ("integrations",),
     ("cli", "__main__"),
 )

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from a2a.cli import parse, show
+from a2a.cli import devices, parse, show
 from a2a.cli.ranks import RanksFailedError
 from a2a.config import config
 from a2a.errors import A2AError
@@ -37,6 +37,12 @@ Json = Annotated[
     str | None, typer.Option("--json", metavar="PATH", help="Write JSON lines to this file, or to stdout (-).")
 ]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Draw the result into this file.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu or cuda; default: cuda where there is a GPU for every rank, or a launcher has started them."
+    ),
+]
 Repeat = Annotated[
     int | None, typer.Option("--repeat", min=1, help="Samples to take of each; default: what fits a few seconds.")
 ]
@@ -64,19 +70,27 @@ def run() -> None:
 @app.command()
 def demo(
     ranks: Ranks = None,
-    tokens: Tokens = 1024,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each rank; default: 1024 on CPUs, 8192 on GPUs.")
+    ] = None,
     hidden: Hidden = 512,
     experts: Experts = 16,
     top_k: TopK = 4,
+    device: Device = None,
     repeat: Repeat = None,
 ) -> int:
-    """A MoE layer over CPU ranks, forward and backward: is it right, and how much faster than gloo?"""
+    """A MoE layer over GPUs or CPU ranks, forward and backward: is it right, and how much faster than NCCL or gloo?"""
     from a2a.cli import demo as command
     from a2a.topology import local_facts
 
     check_top_k(top_k, experts)
-    request = command.Request(tokens, hidden, experts, top_k, repeat)
-    return command.run(request, ranks, default_ranks=4 if local_facts().cores >= 4 else 2)
+    kind = _device(device, ranks)
+    if kind == "cuda":
+        usual, default_ranks = command.CUDA_TOKENS, devices.num_gpus()
+    else:
+        usual, default_ranks = command.CPU_TOKENS, 4 if local_facts().cores >= 4 else 2
+    request = command.Request(tokens or usual, hidden, experts, top_k, repeat, kind)
+    return command.run(request, ranks, default_ranks=default_ranks)
 
 
 @app.command()
@@ -113,15 +127,29 @@ def bench(
     ranks: Ranks = None,
     sizes: Sizes = "4K,64K,1M,16M,64M",
     dtype: Dtype = "float32",
-    against: Annotated[str, typer.Option(help="Baselines: gloo,mpi or none.")] = "gloo",
+    against: Annotated[
+        str | None,
+        typer.Option(help="Baselines, or none: gloo,mpi on CPUs; nccl,nccl_symm,nccl_ce,deep_ep (moe) on GPUs."),
+    ] = None,
     algorithm: Annotated[str | None, typer.Option(help="The algorithm to use instead of the planner's choice.")] = None,
     memory: Annotated[
-        str | None, typer.Option(help="symmetric (tensors of comm.empty; the default) or ordinary tensors.")
+        str | None, typer.Option(help="symmetric (tensors of comm.empty; the default), ordinary tensors, or both.")
     ] = None,
     through: Annotated[
         str, typer.Option(help='a2a, or dist: dist.all_to_all_single on a group of backend "a2a".')
     ] = "a2a",
-    tokens: Tokens = 1024,
+    device: Device = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="GPUs: time calls in CUDA graphs instead of eager ones.")
+    ] = False,
+    beside: Annotated[
+        str | None, typer.Option(metavar="gemm", help="GPUs: also time them beside a matrix product, and its slowdown.")
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option("--link-GBps", min=0, help="What a rank can send; default: the topology's, on NVLink."),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="moe: tokens of each rank: 128,4096.")] = "1024",
     hidden: Hidden = 1024,
     experts: Experts = 32,
     top_k: TopK = 4,
@@ -129,6 +157,19 @@ def bench(
         float, typer.Option(min=0, help="moe: 0 routes uniformly; s prefers expert e by (e + 1) to the power -s.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="moe: of tokens and routing.")] = 0,
+    layout: Annotated[str, typer.Option(help="moe: expert or compact rows.")] = "expert",
+    alignment: Annotated[int, typer.Option(min=1, help="moe: rows of an expert are padded to a multiple of this.")] = 1,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="moe: rows that a rank has room for; default: as many as come, which the host waits for, and with --graph "
+            "1.25 times what uniform routing brings (with --skew: all that could come).",
+        ),
+    ] = None,
+    wire: Annotated[str | None, typer.Option(help="moe: fp8 or mxfp8: how rows travel.")] = None,
+    rows: Annotated[str, typer.Option(help="moe: dtype, or wire: hand rows out as they travel.")] = "dtype",
+    num_sms: Annotated[int | None, typer.Option(min=1, help="moe: the most SMs that may be used.")] = None,
     repeat: Repeat = None,
     json: Json = None,
     plot: Plot = None,
@@ -138,27 +179,42 @@ def bench(
 
     op = parse.word(op, command.OPS, "OP")
     through = parse.word(through, ("a2a", "dist"), "--through")
-    usual = "ordinary" if through == "dist" else "symmetric"
-    memory = parse.word(memory or usual, ("symmetric", "ordinary"), "--memory")
+    wanted = None if against is None else parse.words(against, command.ALL_BASELINES, "--against")
+    if device is None and set(command.BASELINES["cpu"]).intersection(wanted or ()):
+        device = "cpu"
+    kind = _device(device, ranks)
+    memories = parse.words(memory or ("ordinary" if through == "dist" else "symmetric"), ("symmetric", "ordinary"),
+                           "--memory")  # fmt: skip
     if algorithm is not None:
         _with_algorithm("moe" if op == "moe" else "all_to_all", algorithm)
     request = command.Request(
         op=op,
         command=" ".join(["a2a", *sys.argv[1:]]),
         dtypes=tuple(parse.dtype_names(dtype)),
-        against=tuple(parse.words(against, command.BASELINES, "--against")),
+        against=command.USUAL[kind] if wanted is None else tuple(wanted),
         repeat=repeat,
+        device=kind,
+        graph=graph,
+        beside=None if beside is None else parse.word(beside, ("gemm",), "--beside"),
+        link_GBps=link,
+        cell_s=command.CELL_S if kind == "cpu" else command.CUDA_CELL_S,
         sizes=tuple(parse.sizes(sizes)),
-        memory=memory,
+        memories=tuple(memories),
         through=through,
-        tokens=tokens,
+        tokens=tuple(parse.counts(tokens, "--tokens")),
         hidden=hidden,
         experts=experts,
         top_k=top_k,
         skew=skew,
         seed=seed,
+        layout=parse.word(layout, ("expert", "compact"), "--layout"),
+        alignment=alignment,
+        max_rows=max_rows,
+        wire=None if wire is None else parse.word(wire, ("fp8", "mxfp8"), "--wire"),
+        rows=parse.word(rows, ("dtype", "wire"), "--rows"),
+        num_sms=num_sms,
     )
-    return command.run(request, ranks, json, plot)
+    return command.run(request, ranks, json, plot, default_ranks=devices.num_gpus() if kind == "cuda" else 2)
 
 
 @app.command()
@@ -182,6 +238,10 @@ def plan(
         op, tuple(parse.sizes(sizes)), tuple(parse.dtype_names(dtype)), tokens, hidden, experts, top_k
     )
     return command.run(request, ranks, json)
+
+
+def _device(asked: str | None, ranks: int | None) -> str:
+    return devices.choose(None if asked is None else parse.word(asked, ("cpu", "cuda"), "--device"), ranks)
 
 
 def check_top_k(top_k: int, experts: int) -> None:

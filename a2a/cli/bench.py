@@ -6,20 +6,31 @@ cell and `{"line": {...}}` for each of its results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from a2a.cli import parse, show
+from a2a.cli import bench_tables, parse, show
+from a2a.cli.devices import NCCL_REFUSES, Site, site
 from a2a.cli.ranks import Emit, find_mpi, mpi_world, run_ranks
 
 if TYPE_CHECKING:
-    from a2a.measure import Contender, Control, Line, Timing
+    from a2a import Communicator
+    from a2a.cli.exchanges import Exchange
+    from a2a.cli.moe_case import MoeCase
+    from a2a.cli.nccl_contenders import NcclWindow
+    from a2a.measure import Cell, Contender, Control, Line
+
+    Windows = dict[str, NcclWindow]
 
 OPS = ("all_to_all", "all_to_allv", "moe")
-BASELINES = ("gloo", "mpi")
-CELL_S = 3.0  # how long samples of one cell are taken
+BASELINES = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "nccl_symm", "nccl_ce", "deep_ep")}
+ALL_BASELINES = (*BASELINES["cpu"], *BASELINES["cuda"])
+USUAL = {"cpu": ("gloo",), "cuda": ("nccl", "nccl_symm", "nccl_ce")}
+CELL_S, CUDA_CELL_S = 3.0, 1.5  # how long samples of one cell are taken
 
 
 @dataclass(frozen=True)
@@ -31,26 +42,36 @@ class Request:
     dtypes: tuple[str, ...]
     against: tuple[str, ...]
     repeat: int | None
+    device: str = "cpu"
+    graph: bool = False
+    beside: str | None = None
+    link_GBps: float | None = None
     cell_s: float = CELL_S
     sizes: tuple[int, ...] = ()
-    memory: str = "symmetric"
+    memories: tuple[str, ...] = ("symmetric",)
     through: str = "a2a"
-    tokens: int = 0
+    tokens: tuple[int, ...] = ()
     hidden: int = 0
     experts: int = 0
     top_k: int = 0
     skew: float = 0.0
     seed: int = 0
+    layout: str = "expert"
+    alignment: int = 1
+    max_rows: int | None = None
+    wire: str | None = None
+    rows: str = "dtype"
+    num_sms: int | None = None
 
     @property
     def num_cells(self) -> int:
-        return len(self.dtypes) * (1 if self.op == "moe" else len(self.sizes))
+        return len(self.dtypes) * (len(self.tokens) if self.op == "moe" else len(self.sizes) * len(self.memories))
 
     def check(self) -> None:
         """Raise ValueError for what contradicts itself."""
         for name in self.dtypes:
             parse.dtype(name)
-        if self.through == "dist" and self.memory == "symmetric":
+        if self.through == "dist" and "symmetric" in self.memories:
             raise ValueError(
                 "--through dist --memory symmetric: tensors from comm.empty belong to one communicator, and a group of "
                 'backend "a2a" has its own; use --memory ordinary'
@@ -59,11 +80,20 @@ class Request:
             raise ValueError(
                 "--against mpi: the MoE layer is compared with gloo; all_to_all and all_to_allv are with MPI"
             )
+        others = [name for name in self.against if name not in BASELINES[self.device]]
+        if others:
+            raise ValueError(
+                f"--against {','.join(others)}: not on {self.device}, where there are {', '.join(BASELINES[self.device])}"
+            )
+        if self.device == "cpu" and (self.graph or self.beside):
+            raise ValueError(f"{'--graph' if self.graph else '--beside'} is for GPUs; this runs on CPU ranks")
         if self.op == "moe" and self.top_k > self.experts:
             raise ValueError(f"--top-k {self.top_k} is more than --experts {self.experts}")
 
 
-def run(request: Request, ranks: int | None, json_path: str | None, plot: Path | None) -> int:
+def run(
+    request: Request, ranks: int | None, json_path: str | None, plot: Path | None, *, default_ranks: int = 2
+) -> int:
     """Run the benchmark and show what it gives; returns the exit code: 1 if a result was wrong."""
     from a2a.measure import Line
 
@@ -81,14 +111,11 @@ def run(request: Request, ranks: int | None, json_path: str | None, plot: Path |
                 if file is not None:
                     print(line.to_json(), file=file, flush=True)
 
-        run_ranks(work, request, ranks, receive, mpi=mpi)
+        run_ranks(work, request, ranks, receive, default=default_ranks, mpi=mpi)
     if not lines:  # a rank other than 0, under a launcher
         return 0
     out = show.console(stderr=json_path == "-")
-    if request.op == "moe":
-        _show_moe(out, lines)
-    else:
-        _show_exchanges(out, lines)
+    (bench_tables.show_moe if request.op == "moe" else bench_tables.show_exchanges)(out, lines)
     if plot is not None:
         from a2a.cli import plots
 
@@ -111,96 +138,188 @@ def work(request: Request, emit: Emit) -> None:
 
     control = Control()
     cells = _moe_cells if request.op == "moe" else _exchange_cells
-    with torch.no_grad() if request.op != "moe" else torch.enable_grad():
-        cells(request, control, emit)
+    with (
+        torch.no_grad() if request.op != "moe" else torch.enable_grad(),
+        site(request.device, control, graph=request.graph) as here,
+    ):
+        cells(request, control, here, emit)
 
 
-def _exchange_cells(request: Request, control: Control, emit: Emit) -> None:
+def _exchange_cells(request: Request, control: Control, here: Site, emit: Emit) -> None:
     import torch.distributed as dist
 
     import a2a
     from a2a.cli import exchanges
-    from a2a.measure import Cell, alternate, environment
+    from a2a.measure import Cell
 
     world = mpi_world(control.world_size) if "mpi" in request.against else None
     group = dist.new_group(backend="a2a") if request.through == "dist" else None
-    for name in request.dtypes:
-        for size in request.sizes:
-            exchange = exchanges.Exchange.of_bytes(
-                request.op, size, parse.dtype(name), control.rank, control.world_size
-            )
-            emit({"begin": f"{request.op} {show.size_text(size)} {name}"})
-            with a2a.communicator() as comm:
+    cells = [
+        exchanges.Exchange.of_bytes(request.op, size, parse.dtype(name), control.rank, control.world_size, here.device)
+        for name in request.dtypes
+        for size in request.sizes
+    ]
+    with _windows(request, cells, here) as windows:
+        for memory, exchange in itertools.product(request.memories, cells):
+            dtype = str(exchange.dtype).removeprefix("torch.")
+            emit({"begin": f"{request.op} {show.size_text(exchange.num_bytes)} {dtype}, {memory}"})
+            with a2a.communicator(here.group, device=here.device) as comm:
                 contenders: list[Contender]
                 if group is None:
-                    contenders = [exchanges.a2a_contender(exchange, comm, request.memory)]
+                    contenders = [exchanges.a2a_contender(exchange, comm, memory)]
                 else:
                     contenders = [exchanges.dist_contender("a2a", exchange, group)]
-                if "gloo" in request.against:
-                    contenders.append(exchanges.dist_contender("gloo", exchange, None))
-                if world is not None:
-                    contenders.append(exchanges.mpi_contender(exchange, world))
-                contenders.append(exchanges.memcpy_contender(exchange))
-                timings = alternate(contenders, control, budget_s=request.cell_s, repeat=request.repeat)
+                if here.device.type == "cuda":
+                    contenders += _cuda_baselines(request, exchange, comm, control, here, windows)
+                else:
+                    if "gloo" in request.against:
+                        contenders.append(exchanges.dist_contender("gloo", exchange, None))
+                    if world is not None:
+                        contenders.append(exchanges.mpi_contender(exchange, world))
+                    contenders.append(exchanges.memcpy_contender(exchange))
                 cell = Cell(
                     op=request.op,
                     num_bytes=exchange.num_bytes,
-                    dtype=name,
+                    dtype=dtype,
                     ranks=control.world_size,
-                    case={"memory": request.memory, "through": request.through},
-                    env=environment(comm.topology.summary(), request.command),
+                    case={"memory": memory, "through": request.through, **_place(request, comm)},
+                    env=environment_of(request, comm, here),
                 )
-                _emit_lines(emit, cell, contenders, timings)
+                _measure(request, cell, contenders, control, here, emit)
                 del contenders  # their tensors live in memory that the communicator takes back
 
 
-def _moe_cells(request: Request, control: Control, emit: Emit) -> None:
+def _cuda_baselines(
+    request: Request, exchange: Exchange, comm: Communicator, control: Control, here: Site, windows: Windows
+) -> list[Contender]:
+    from a2a.cli import nccl_contenders
+
+    found = []
+    if "nccl" in request.against:
+        found.append(nccl_contenders.nccl_contender(exchange, here.group))
+    found += [nccl_contenders.window_contender(name, exchange, window) for name, window in windows.items()]
+    if comm.transport is not None:
+        found.append(nccl_contenders.copy_contender(exchange, comm, control))
+    return found
+
+
+@contextlib.contextmanager
+def _windows(request: Request, cells: Sequence[Exchange], here: Site) -> Iterator[Windows]:
+    """NCCL's symmetric windows, large enough for every cell: they are registered once."""
+    if here.group is None:
+        yield {}
+        return
+    from a2a.cli.nccl_contenders import NcclWindow
+
+    largest = max(max(map(sum, zip(*e.counts, strict=True))) * e.dtype.itemsize for e in cells)
+    largest = max(largest, *(e.num_bytes for e in cells))
+    windows: Windows = {
+        name: NcclWindow(largest, here.device, no_sms=name == "nccl_ce")
+        for name in ("nccl_symm", "nccl_ce")
+        if name in request.against
+    }
+    yield windows
+    for window in windows.values():
+        window.close()
+
+
+def _moe_cells(request: Request, control: Control, here: Site, emit: Emit) -> None:
     import a2a
     from a2a.cli import moe_contenders as moe
-    from a2a.measure import Cell, alternate, environment
+    from a2a.cli.moe_deep_ep import deep_ep_contender
+    from a2a.measure import Cell
 
-    for name in request.dtypes:
-        case = moe.MoeCase(
-            tokens=request.tokens,
-            hidden=request.hidden,
-            experts=request.experts,
-            top_k=request.top_k,
-            dtype=parse.dtype(name),
-            ranks=control.world_size,
-            skew=request.skew,
-            seed=request.seed,
-        )
-        emit({"begin": f"moe {name}"})
-        with a2a.communicator() as comm:
-            contenders = [moe.a2a_contender(case, comm)]
-            if "gloo" in request.against:
-                contenders.append(moe.gloo_contender(case, control.rank))
-            contenders.append(moe.copies_contender(case, control.rank))
-            timings = alternate(contenders, control, budget_s=request.cell_s, repeat=request.repeat)
+    for name, tokens in itertools.product(request.dtypes, request.tokens):
+        case = _moe_case(request, name, tokens, control, here)
+        emit({"begin": f"moe {name}, {tokens} tokens"})
+        with a2a.communicator(here.group, device=here.device) as comm:
+            contenders = [moe.a2a_contender(case, comm, here.clock)]
+            engine = "gloo" if request.device == "cpu" else "nccl"
+            if engine in request.against:
+                why = moe.WAITS if request.graph else NCCL_REFUSES if engine == "nccl" and here.group is None else ""
+                contenders.append(moe.c10d_contender(engine, case, control.rank, here.clock, here.group, why_not=why))
+            if "deep_ep" in request.against:
+                contenders.append(deep_ep_contender(case, control.rank, here.clock, here.group, graph=request.graph))
+            if here.device.type == "cpu":
+                contenders.append(moe.copies_contender(case, control.rank))
             cell = Cell(
                 op="moe",
                 num_bytes=case.row_bytes,
                 dtype=name,
                 ranks=control.world_size,
                 case={
-                    "tokens": case.tokens,
-                    "hidden": case.hidden,
-                    "experts": case.experts,
-                    "top_k": case.top_k,
-                    "skew": case.skew,
-                    "seed": case.seed,
+                    **{field: getattr(case, field) for field in _MOE_FIELDS},
+                    "remote_bytes": int(control.maximum([case.remote_bytes(control.rank)])[0]),
+                    **_place(request, comm),
                 },
-                env=environment(comm.topology.summary(), request.command),
+                env=environment_of(request, comm, here),
             )
-            _emit_lines(emit, cell, contenders, timings)
+            _measure(request, cell, contenders, control, here, emit)
             del contenders
 
 
-def _emit_lines(emit: Emit, cell: Any, contenders: Sequence[Contender], timings: dict[str, dict[str, Timing]]) -> None:
-    from dataclasses import asdict
+_MOE_FIELDS = (
+    "tokens", "hidden", "experts", "top_k", "skew", "seed", "layout", "alignment", "max_rows", "wire", "rows", "num_sms",
+)  # fmt: skip
 
-    from a2a.measure import TOTAL
 
+def _moe_case(request: Request, dtype: str, tokens: int, control: Control, here: Site) -> MoeCase:
+    from dataclasses import replace
+
+    from a2a.cli.moe_case import MoeCase
+
+    case = MoeCase(
+        tokens=tokens,
+        hidden=request.hidden,
+        experts=request.experts,
+        top_k=request.top_k,
+        dtype=parse.dtype(dtype),
+        ranks=control.world_size,
+        skew=request.skew,
+        seed=request.seed,
+        device=str(here.device),
+        layout=request.layout,
+        alignment=request.alignment,
+        max_rows=request.max_rows,
+        wire=request.wire,
+        rows=request.rows,
+        num_sms=request.num_sms,
+    )
+    if request.graph and request.max_rows is None:  # a graph can't wait for the number of rows
+        return replace(case, max_rows=case.roomy_rows())
+    return case
+
+
+def _place(request: Request, comm: Communicator) -> dict[str, Any]:
+    """What `case` says of the device; nothing on a CPU, as ever."""
+    if request.device == "cpu":
+        return {}
+    up = comm.topology.scale_up
+    known = up.bandwidth_GBps if comm.topology.domains[0].kind == "nvlink" else None
+    return {"device": request.device, "graph": request.graph, "link_GBps": request.link_GBps or known}
+
+
+def environment_of(request: Request, comm: Communicator, here: Site) -> dict[str, Any]:
+    """`measure.environment` of this run."""
+    from a2a.measure import environment
+
+    return environment(comm.topology.summary(), request.command, here.device)
+
+
+def _measure(
+    request: Request, cell: Cell, contenders: Sequence[Contender], control: Control, here: Site, emit: Emit
+) -> None:
+    """Time the contenders of a cell and emit their lines."""
+    from a2a.measure import alternate
+
+    timings = alternate(contenders, control, budget_s=request.cell_s, repeat=request.repeat, clock=here.clock)
+    extra: dict[tuple[str, str], dict[str, Any]] = {}
+    if request.beside:
+        from a2a.cli import beside
+        from a2a.clocks import CudaClock
+
+        assert isinstance(here.clock, CudaClock)
+        extra = beside.measure(contenders, timings, control, here.clock)
     for contender in contenders:
         for part, timing in timings[contender.name].items():
             baselines = {name: parts[part] for name, parts in timings.items() if name != "a2a"}
@@ -208,92 +327,11 @@ def _emit_lines(emit: Emit, cell: Any, contenders: Sequence[Contender], timings:
                 contender.name,
                 timing,
                 algorithm=contender.algorithm,
-                case={"part": part} if len(contender.parts) else None,
+                sms=contender.sms,
+                case={
+                    **({"part": part} if len(contender.names) > 1 else {}),
+                    **extra.get((contender.name, part), {}),
+                },
                 baselines=baselines if contender.name == "a2a" else None,
             )
             emit({"line": asdict(line)})
-    assert all(TOTAL in parts for parts in timings.values())
-
-
-# ------------------------------------------------------------------------------------------------------------ tables
-
-
-def _show_exchanges(out: Any, lines: Sequence[Line]) -> None:
-    names = list(dict.fromkeys(line.impl for line in lines))
-    baselines = [name for name in names if name != "a2a"]
-    rows = []
-    for key, cell in _by(lines, lambda line: (line.dtype, line.bytes)):
-        of = {line.impl: line for line in cell}
-        mine = of["a2a"]
-        rows.append(
-            [
-                show.size_text(key[1]),
-                key[0],
-                *(show.us_text(of[name].p50_us) for name in names),
-                show.us_text(mine.p99_us),
-                "-" if mine.busbw_GBps is None else f"{mine.busbw_GBps:.3g}",
-                *(f"[bold]{show.ratio_text(mine.ratio.get(name))}[/bold]" for name in baselines),
-                _wrong(cell),
-            ]
-        )
-    columns = ["bytes", "dtype", *(f"{name} us" for name in names), "a2a p99 us", "a2a bus GB/s"]
-    columns += [f"{name} / a2a" for name in baselines] + ["wrong"]
-    first = lines[0]
-    where = "" if first.case["through"] == "a2a" else ' through torch.distributed on backend "a2a"'
-    title = f"{first.op}, {first.ranks} ranks, {first.case['memory']} tensors{where}: p50 of the slowest rank"
-    show.print_table(out, columns, rows, title=title, left=2)
-    _footnotes(out, lines)
-
-
-def _show_moe(out: Any, lines: Sequence[Line]) -> None:
-    for _, cell in _by(lines, lambda line: (line.dtype,)):
-        names = list(dict.fromkeys(line.impl for line in cell))
-        baselines = [name for name in names if name != "a2a"]
-        rows = []
-        for (part,), of_part in _by(cell, lambda line: (line.case["part"],)):
-            of = {line.impl: line for line in of_part}
-            mine = of["a2a"]
-            rows.append(
-                [
-                    part.replace("_", " "),
-                    *(show.us_text(of[name].p50_us) for name in names),
-                    show.us_text(mine.p99_us),
-                    *(f"[bold]{show.ratio_text(mine.ratio.get(name))}[/bold]" for name in baselines),
-                    _wrong(of_part),
-                ]
-            )
-        columns = ["phase", *(f"{name} us" for name in names), "a2a p99 us"]
-        columns += [f"{name} / a2a" for name in baselines] + ["wrong"]
-        case, first = cell[0].case, cell[0]
-        title = (
-            f"moe, {first.ranks} ranks, {case['tokens']} tokens each, hidden {case['hidden']}, {case['experts']} experts, "
-            f"top-{case['top_k']}, {first.dtype}: p50 of the slowest rank"
-        )
-        show.print_table(out, columns, rows, title=title)
-        total = next((line for line in cell if line.impl == "a2a" and line.case["part"] == "total"), None)
-        if total is not None and total.ratio.get("copies"):
-            out.print(
-                f"Dispatch and combine, forward and backward, take {1 / total.ratio['copies']:.2f} times as long as plain "
-                f"copies of the same rows."
-            )
-    _footnotes(out, lines)
-
-
-def _footnotes(out: Any, lines: Sequence[Line]) -> None:
-    for impl, why in dict.fromkeys((line.impl, line.case["why"]) for line in lines if "why" in line.case):
-        out.print(f"{impl}: not measured: {why}", markup=False)
-    env = lines[0].env
-    commit = "no commit" if env["commit"] is None else env["commit"] + (", changed since" if env["dirty"] else "")
-    out.print(f"[dim]{env['cpu']}; torch {env['torch']}; {env['topology']}; {commit}[/dim]")
-
-
-def _wrong(lines: Sequence[Line]) -> str:
-    count = sum(line.wrong for line in lines)
-    return f"[bold red]{count}[/bold red]" if count else "0"
-
-
-def _by(lines: Sequence[Line], key: Callable[[Line], tuple[Any, ...]]) -> list[tuple[tuple[Any, ...], list[Line]]]:
-    groups: dict[tuple[Any, ...], list[Line]] = {}
-    for line in lines:
-        groups.setdefault(key(line), []).append(line)
-    return list(groups.items())

@@ -1,4 +1,4 @@
-"""`a2a demo`: a MoE layer over ranks, forward and backward: right, and how much faster than gloo.
+"""`a2a demo`: a MoE layer over ranks, forward and backward: right, and how much faster than NCCL or gloo.
 
 Every rank knows every other's tokens and all experts' weights (from the seed), so each can compute the layer densely by
 itself and hold its own outputs and gradients against that.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from a2a.cli import show
+from a2a.cli.devices import NCCL_REFUSES, Site, site
 from a2a.cli.ranks import Emit, run_ranks
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5  # largest difference from the dense layer (float64), relative to its largest value: float32 rounding
 TIMED_S = 2.5
+CPU_TOKENS, CUDA_TOKENS = 1024, 8192
+BASELINE = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Request:
     experts: int
     top_k: int
     repeat: int | None = None
+    device: str = "cpu"
 
 
 def run(request: Request, ranks: int | None, default_ranks: int) -> int:
@@ -56,14 +60,15 @@ def run(request: Request, ranks: int | None, default_ranks: int) -> int:
 
 def _show(request: Request, facts: dict[str, Any], checks: dict[str, float], times: Sequence[dict[str, Any]]) -> int:
     out = show.console()
-    ranks = facts["ranks"]
+    ranks, baseline = facts["ranks"], BASELINE[request.device]
+    name = "NCCL" if baseline == "nccl" else baseline
     out.print(
         f"A Mixture-of-Experts layer on [bold]{ranks} ranks[/bold]: {request.tokens} tokens each, hidden {request.hidden}, "
-        f"{request.experts} experts, top-{request.top_k}, float32.\n[dim]{facts['cpu']}; {facts['topology']}[/dim]\n"
+        f"{request.experts} experts, top-{request.top_k}, float32.\n[dim]{facts['machine']}; {facts['topology']}[/dim]\n"
     )
     rows = [
-        [name, f"{error:.1e}", "[green]yes[/green]" if error <= TOLERANCE else "[bold red]NO[/bold red]"]
-        for name, error in checks.items()
+        [what, f"{error:.1e}", "[green]yes[/green]" if error <= TOLERANCE else "[bold red]NO[/bold red]"]
+        for what, error in checks.items()
     ]
     right = all(error <= TOLERANCE for error in checks.values())
     show.print_table(
@@ -77,24 +82,24 @@ def _show(request: Request, facts: dict[str, Any], checks: dict[str, float], tim
         [
             entry["part"].replace("_", " "),
             show.us_text(entry["a2a"]),
-            show.us_text(entry["gloo"]),
-            f"[bold]{show.ratio_text(entry['gloo'] / entry['a2a'])}[/bold]",
+            show.us_text(entry[baseline]),
+            f"[bold]{show.ratio_text(entry[baseline] / entry['a2a'])}[/bold]",
         ]
         for entry in times
     ]
     show.print_table(
         out,
-        ["phase", "a2a us", "gloo us", "times faster"],
+        ["phase", "a2a us", f"{name} us", "times faster"],
         rows,
         title="How fast? (p50 of alternating runs, slowest rank)",
     )
     total = times[-1]
-    faster = total["gloo"] / total["a2a"]
+    faster = total[baseline] / total["a2a"]
     out.print()
     if right:
         out.print(
             f"[bold]a2a moved the tokens of {ranks} ranks to their experts and back {show.ratio_text(faster)[:-1]} times as "
-            f"fast as gloo, and every output and gradient is that of a dense layer.[/bold]"
+            f"fast as {name}, and every output and gradient is that of a dense layer.[/bold]"
         )
     else:
         out.print("[bold red]a2a's layer is NOT the dense one on this machine; please report this.[/bold red]")
@@ -105,46 +110,53 @@ def _show(request: Request, facts: dict[str, Any], checks: dict[str, float], tim
 
 
 def work(request: Request, emit: Emit) -> None:
-    """Check the layer against the dense one, then time dispatch and combine against gloo; on each rank."""
+    """Check the layer against the dense one, then time dispatch and combine against the baseline; on each rank."""
+    from a2a.measure import Control
+
+    control = Control()
+    with site(request.device, control) as here:
+        _work(request, control, here, emit)
+
+
+def _work(request: Request, control: Control, here: Site, emit: Emit) -> None:
     import torch
 
     import a2a
     from a2a.cli import moe_contenders as moe
-    from a2a.measure import Control, alternate, cpu_name
+    from a2a.cli.moe_case import MoeCase
+    from a2a.measure import alternate, environment
 
-    control = Control()
-    with a2a.communicator() as comm:
-        emit(
-            {
-                "begin": "checking against a dense layer",
-                "facts": {"ranks": comm.world_size, "cpu": cpu_name(), "topology": comm.topology.summary()},
-            }
-        )
+    baseline = BASELINE[request.device]
+    with a2a.communicator(here.group, device=here.device) as comm:
+        env = environment(comm.topology.summary(), "a2a demo", here.device)
+        facts = {"ranks": comm.world_size, "machine": env["gpu"] or env["cpu"], "topology": env["topology"]}
+        emit({"begin": "checking against a dense layer", "facts": facts})
         names, errors = zip(*_check(request, comm, control).items(), strict=True)
         emit({"checks": dict(zip(names, control.maximum(errors), strict=True))})
-        emit({"begin": "timing a2a and gloo in turn"})
-        case = moe.MoeCase(
+        emit({"begin": f"timing a2a and {baseline} in turn"})
+        case = MoeCase(
             tokens=request.tokens,
             hidden=request.hidden,
             experts=request.experts,
             top_k=request.top_k,
             dtype=torch.float32,
             ranks=comm.world_size,
+            device=str(here.device),
         )
-        contenders = [moe.a2a_contender(case, comm), moe.gloo_contender(case, comm.rank)]
-        timings = alternate(contenders, control, budget_s=TIMED_S, repeat=request.repeat)
+        refused = NCCL_REFUSES if baseline == "nccl" and here.group is None else ""
+        contenders = [
+            moe.a2a_contender(case, comm, here.clock),
+            moe.c10d_contender(baseline, case, comm.rank, here.clock, here.group, why_not=refused),
+        ]
+        timings = alternate(contenders, control, budget_s=TIMED_S, repeat=request.repeat, clock=here.clock)
         wrong = {name: parts["total"].wrong for name, parts in timings.items() if parts["total"].wrong}
         if wrong:
             raise RuntimeError(f"the timed layers gave wrong elements: {wrong}")
-        emit(
-            {
-                "begin": "done",
-                "times": [
-                    {"part": part, **{name: timings[name][part].p50_us for name in ("a2a", "gloo")}}
-                    for part in (*moe.PARTS, "total")
-                ],
-            }
-        )
+        times = [
+            {"part": part, **{name: timings[name][part].p50_us for name in ("a2a", baseline)}}
+            for part in (*moe.PARTS, "total")
+        ]
+        emit({"begin": "done", "times": times})
         del contenders
 
 
@@ -162,10 +174,10 @@ def _check(request: Request, comm: a2a.Communicator, control: Control) -> dict[s
     import a2a
 
     tokens, hidden, experts = min(request.tokens, 128), request.hidden, request.experts
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(comm.device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        normal = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        normal = torch.randn(*shape, generator=generator, dtype=torch.float64, device=comm.device)
         return normal.mul_(shape[-2] ** -0.5)
 
     feed = 64
@@ -197,8 +209,9 @@ def _check(request: Request, comm: a2a.Communicator, control: Control) -> dict[s
     leaves = [leaf.requires_grad_() for leaf in (dense.router_HE, dense.up_EHF, dense.down_EFH, x_all)]
     y_all = torch.stack([_dense(x_rank, dense, request.top_k) for x_rank in x_all])
     torch.autograd.backward(y_all, grad_all)
-    router_grad = torch.tensor(control.total(mine.router_HE.grad.flatten().tolist())).view_as(dense.router_HE)  # type: ignore[union-attr]
     grads = [leaf.grad for leaf in leaves]
+    total = control.total(mine.router_HE.grad.flatten().tolist())  # type: ignore[union-attr]
+    router_grad = torch.tensor(total, device=comm.device).view_as(dense.router_HE)
     return {
         "output": _difference(y, y_all[comm.rank]),
         "gradient of the tokens": _difference(x.grad, grads[3][comm.rank]),  # type: ignore[index]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from a2a.comm import Communicator
 
 CALL = Callable[[], object]
+CPU = torch.device("cpu")
 POISON = 0xA5  # every byte of an output before a check; no pattern comes out as such a run
 
 
@@ -36,15 +37,24 @@ class Exchange:
         counts: counts[s][d] elements go from rank s to rank d.
         dtype: of the elements.
         rank: whose side this is.
+        device: where its tensors are.
     """
 
     op: str
     counts: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     rank: int
+    device: torch.device = CPU
 
     @staticmethod
-    def of_bytes(op: str, num_bytes: int, dtype: torch.dtype, rank: int, world_size: int) -> Exchange:
+    def of_bytes(
+        op: str,
+        num_bytes: int,
+        dtype: torch.dtype,
+        rank: int,
+        world_size: int,
+        device: torch.device = CPU,
+    ) -> Exchange:
         """The exchange with `num_bytes` of send buffer on each rank, rounded down as nccl-tests does.
 
         The sizes of all_to_allv are random, the same in every run: each rank's buffer is cut in proportions of 0.5 to 1.5.
@@ -58,7 +68,7 @@ class Exchange:
             counts = ((elements // world_size,) * world_size,) * world_size
         else:
             counts = tuple(_cut(elements, world_size, random.Random(seed)) for seed in range(world_size))
-        return Exchange(op, counts, dtype, rank)
+        return Exchange(op, counts, dtype, rank, device)
 
     @property
     def world_size(self) -> int:
@@ -84,8 +94,8 @@ class Exchange:
 
     def pattern(self, source: int, destination: int, count: int) -> Tensor:
         """`count` small whole numbers, cast to the dtype, that tell source, destination and position apart."""
-        numbers = torch.arange(31 * source + 17 * destination, 31 * source + 17 * destination + count) % 113
-        return numbers.to(self.dtype)
+        first = 31 * source + 17 * destination
+        return (torch.arange(first, first + count, device=self.device) % 113).to(self.dtype)
 
     def wrong(self, output: Tensor) -> int:
         """How many elements of `output` are not, bit for bit, what this rank should have received."""
@@ -121,8 +131,8 @@ def a2a_contender(exchange: Exchange, comm: Communicator, memory: str) -> Conten
         source = comm.empty((max(capacity, total_in),), exchange.dtype)[:total_in]
         output = comm.empty((max(capacity, total_in),), exchange.dtype)[:total_out]
     else:
-        source = torch.empty(total_in, dtype=exchange.dtype)
-        output = torch.empty(total_out, dtype=exchange.dtype)
+        source = torch.empty(total_in, dtype=exchange.dtype, device=exchange.device)
+        output = torch.empty(total_out, dtype=exchange.dtype, device=exchange.device)
 
     def call_even() -> object:
         return a2a.all_to_all_single(output, source, group=comm)
@@ -134,24 +144,29 @@ def a2a_contender(exchange: Exchange, comm: Communicator, memory: str) -> Conten
 
     call = call_even if exchange.op == "all_to_all" else call_uneven
     plan = choose(Request("all_to_all", exchange.dtype), comm)
-    return _contender("a2a", exchange, source, output, call, algorithm=plan.algorithm.name)
+    sms = plan.cost.sms if exchange.device.type == "cuda" else None
+    return contender("a2a", exchange, source, output, call, algorithm=plan.algorithm.name, sms=sms)
 
 
 def dist_contender(name: str, exchange: Exchange, group: dist.ProcessGroup | None) -> Contender:
     """`dist.all_to_all_single` on a group: gloo's, or one of backend "a2a"."""
-    source = torch.empty(sum(exchange.sends), dtype=exchange.dtype)
-    output = torch.empty(sum(exchange.receives), dtype=exchange.dtype)
+    source = torch.empty(sum(exchange.sends), dtype=exchange.dtype, device=exchange.device)
+    output = torch.empty(sum(exchange.receives), dtype=exchange.dtype, device=exchange.device)
+    call = dist_call(exchange, source, output, group)
+    return contender(name, exchange, source, output, call, optional=name != "a2a")
+
+
+def dist_call(exchange: Exchange, source: Tensor, output: Tensor, group: dist.ProcessGroup | None) -> CALL:
+    """A call of `dist.all_to_all_single`, with splits only where they are needed."""
+    receives, sends = exchange.receives, exchange.sends
 
     def call_even() -> object:
         return dist.all_to_all_single(output, source, group=group)
 
-    receives, sends = exchange.receives, exchange.sends
-
     def call_uneven() -> object:
         return dist.all_to_all_single(output, source, receives, sends, group=group)
 
-    call = call_even if exchange.op == "all_to_all" else call_uneven
-    return _contender(name, exchange, source, output, call, optional=name != "a2a")
+    return call_even if exchange.op == "all_to_all" else call_uneven
 
 
 def mpi_contender(exchange: Exchange, world: Any) -> Contender:
@@ -171,7 +186,7 @@ def mpi_contender(exchange: Exchange, world: Any) -> Contender:
         def call() -> object:
             return world.Alltoallv(send, receive)
 
-    return _contender("mpi", exchange, source, output, call, optional=True)
+    return contender("mpi", exchange, source, output, call, optional=True)
 
 
 def memcpy_contender(exchange: Exchange) -> Contender:
@@ -189,10 +204,10 @@ def memcpy_contender(exchange: Exchange) -> Contender:
         call()
         return int((_bytes(output) != _bytes(source)).sum())
 
-    return Contender("memcpy", _returning_nothing(call), check)
+    return Contender("memcpy", call, check)
 
 
-def _contender(
+def contender(
     name: str,
     exchange: Exchange,
     source: Tensor,
@@ -200,22 +215,26 @@ def _contender(
     call: CALL,
     *,
     algorithm: str = "-",
+    sms: int | None = None,
     optional: bool = False,
 ) -> Contender:
+    """The contender that sends `source`, which is filled here, to `output` by `call`."""
     exchange.fill(source)
 
-    def check() -> int:
-        if output.numel():
-            output.view(torch.uint8).fill_(POISON)
-        call()
+    def check_call(make: CALL) -> int:
+        poison(output)
+        make()
         return exchange.wrong(output)
 
-    return Contender(name, _returning_nothing(call), check, algorithm=algorithm, optional=optional)
+    return Contender(
+        name, call, lambda: check_call(call), algorithm=algorithm, sms=sms, check_call=check_call, optional=optional
+    )
 
 
-def _returning_nothing(call: CALL) -> Callable[[], None]:
-    """`call` itself, typed as what `Contender` takes: without parts nobody looks at what it returns."""
-    return call  # type: ignore[return-value]
+def poison(output: Tensor) -> None:
+    """Make every element wrong."""
+    if output.numel():
+        output.view(torch.uint8).fill_(POISON)
 
 
 def _arrays(source: Tensor, output: Tensor) -> tuple[Any, Any, int]:

@@ -1,202 +1,283 @@
 """The MoE layers that `a2a bench moe` and `a2a demo` time against each other, and the check that all of them must pass.
 
-One call is a whole round: dispatch, combine, combine backward, dispatch backward, each timed by itself. The experts do
-nothing in a timed round; while checking, the rows of expert e are multiplied by 1, 2 or 4, so that a row that went to the
-wrong expert or came home to the wrong place shows.
+A layer's round has four phases: dispatch, combine, combine backward, dispatch backward. On a CPU a call is a whole round,
+and each phase is timed within it. On a GPU, where calls only queue work, each phase is timed in rows of its own, and so is
+the round. The experts do nothing in a timed round; while checking, the rows of expert e are multiplied by 1, 2 or 4, so
+that a row that went to the wrong expert or came home to the wrong place shows.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import a2a
-from a2a.cli.moe_gloo import GlooMoe
+from a2a.cli.moe_c10d import C10dMoe
+from a2a.cli.moe_case import MoeCase, Outcome, dequantised, factor, wrong
+from a2a.clocks import Clock
 from a2a.measure import Contender
 
+WAITS = "its host waits for the counts of rows, which no CUDA graph can"
 PARTS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
-# One round: (x, ids, weights, grad of y, what the experts do) -> (rows, y, grad of x, grad of weights, ns of each part)
-Experts = Callable[[Tensor], Tensor]
-Round = Callable[[Experts], "Outcome"]
 
+class Rounds(ABC):
+    """A layer and its tokens. A phase may be made any number of times: it uses what the one before it has left here.
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one round gave on this rank, and how long each part took."""
+    Attributes:
+        scaled: the experts multiply, and everything is computed from this round's rows; for checks.
+        rows, y, grad_x, grad_weights: what the last round gave.
+    """
 
-    rows: Tensor
+    scaled = False
+    rows: Any
     y: Tensor
     grad_x: Tensor
     grad_weights: Tensor
-    ns: tuple[int, ...]
+
+    def __init__(self, case: MoeCase, rank: int) -> None:
+        self.case, self.rank = case, rank
+        self.x, self.ids, self.weights, self.grad = case.inputs(rank)
+
+    @abstractmethod
+    def dispatch(self) -> None: ...
+
+    @abstractmethod
+    def experts(self) -> None:
+        """What lies between dispatch and combine. Not timed."""
+
+    @abstractmethod
+    def combine(self) -> None: ...
+
+    @abstractmethod
+    def combine_backward(self) -> None: ...
+
+    def experts_backward(self) -> None:  # noqa: B027
+        """What lies between the backwards, if anything. Not timed."""
+
+    @abstractmethod
+    def dispatch_backward(self) -> None: ...
+
+    @abstractmethod
+    def expert_rows(self) -> Tensor:
+        """The expert-major rows that the last dispatch gave, without padding."""
+
+    def round(self) -> None:
+        """All phases, one after the other."""
+        self.dispatch()
+        self.experts()
+        self.combine()
+        self.combine_backward()
+        self.experts_backward()
+        self.dispatch_backward()
+
+    def timed_round(self) -> tuple[int, ...]:
+        """The same on a CPU; ns of each phase."""
+        clock = [0]
+        for phase, between in (
+            (self.dispatch, self.experts),
+            (self.combine, None),
+            (self.combine_backward, self.experts_backward),
+            (self.dispatch_backward, None),
+        ):
+            begin = time.perf_counter_ns()
+            phase()
+            clock.append(time.perf_counter_ns() - begin + clock[-1])
+            if between is not None:
+                between()
+        self.forget()
+        return _differences(clock)
+
+    def forget(self) -> None:
+        """Let go of a round's tensors, as a step of training does."""
+        for name in ("rows", "y", "grad_x", "grad_weights"):
+            self.__dict__.pop(name, None)
+
+    def wrong(self, clock: Clock | None = None) -> int:
+        """Make a round with experts that multiply, and count what is wrong."""
+        self.scaled = True
+        if clock is None:
+            self.round()
+        else:
+            clock.perform(self.round)
+        self.scaled = False
+        outcome = Outcome(self.expert_rows(), self.y.detach(), self.grad_x, self.grad_weights, self.padding_wrong())
+        return wrong(self.case, self.rank, outcome)
+
+    def padding_wrong(self) -> int:
+        """How many elements of padding are not zero."""
+        return 0
+
+    def contender(self, name: str, clock: Clock, **options: Any) -> Contender:
+        """Phases timed within a round on a CPU, each by itself on a GPU."""
+        if self.x.device.type == "cpu":
+            return Contender(name, self.timed_round, self.wrong, parts=PARTS, **options)
+        phases = {part: getattr(self, part) for part in PARTS}
+        return Contender(name, self.round, lambda: self.wrong(clock), phases=phases, **options)
 
 
-@dataclass(frozen=True)
-class MoeCase:
-    """A layer and its tokens. Everything random comes from the seed, so that each rank knows every other's tokens.
+class A2aRounds(Rounds):
+    """`a2a.ExpertParallel`, forward and backward by its own calls: what autograd would call, without autograd."""
 
-    Attributes:
-        skew: 0 routes uniformly; with s, expert e is chosen in proportion to (e + 1) ** -s.
-    """
+    def __init__(self, case: MoeCase, comm: Any) -> None:
+        super().__init__(case, comm.rank)
+        self.layer = a2a.ExpertParallel(comm=comm, **case.layer_arguments())
+        self._plain = case.layout == "expert" and case.rows == "dtype"
+        self._out: Tensor | None = None  # stand-ins for what experts would give, where their rows are of another form
+        self._grad_rows: Tensor | None = None
 
-    tokens: int
-    hidden: int
-    experts: int
-    top_k: int
-    dtype: torch.dtype
-    ranks: int
-    skew: float = 0.0
-    seed: int = 0
+    def dispatch(self) -> None:
+        with torch.no_grad():
+            self.rows, self.per_expert, self.routing = self.layer.dispatch(self.x, self.ids, self.weights)
 
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of the rows that one rank's tokens make, one for each of their experts."""
-        return self.tokens * self.top_k * self.hidden * self.dtype.itemsize
+    def experts(self) -> None:
+        if self.scaled:
+            rows = self._expanded()
+            self.scale = self._row_factors(len(rows))
+            self.out = self._out = rows * self.scale
+        elif self._plain:
+            self.out = self.rows
+        else:
+            self.out = self._expanded() if self._out is None else self._out
 
-    def inputs(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(x_TH, topk_ids_TK, topk_weights_TK, grad_y_TH) of a rank."""
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + rank)
-        x = torch.randn(self.tokens, self.hidden, generator=generator).to(self.dtype)
-        uniform = torch.rand(self.tokens, self.experts, generator=generator).clamp_min(1e-20)
-        likelihood = -self.skew * torch.log(torch.arange(1, self.experts + 1, dtype=torch.float32))
-        ids = (
-            (likelihood - torch.log(-torch.log(uniform))).topk(self.top_k, dim=1).indices
-        )  # Gumbel: without replacement
-        weights = torch.rand(self.tokens, self.top_k, generator=generator).softmax(dim=1)
-        grad = torch.randn(self.tokens, self.hidden, generator=generator).to(self.dtype)
-        return x, ids, weights, grad
+    def combine(self) -> None:
+        with torch.no_grad():
+            self.y = self.layer.combine(self.out, self.routing)
 
-    def experts_of(self, rank: int) -> tuple[int, int]:
-        """First expert of a rank, and the one after its last."""
-        base, more = divmod(self.experts, self.ranks)
-        first = rank * base + min(rank, more)
-        return first, first + base + (rank < more)
+    def combine_backward(self) -> None:
+        with torch.no_grad():
+            self.grads = self.layer.combine_backward(self.grad, self.out, self.routing)
 
-    def expected_rows(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The expert-major rows that `rank` receives, and each one's expert."""
-        first, after = self.experts_of(rank)
-        everyone = [self.inputs(source) for source in range(self.ranks)]
-        ids = torch.stack([inputs[1] for inputs in everyone]).flatten()  # source, token, k
-        here = torch.nonzero((ids >= first) & (ids < after)).squeeze(1)
-        here = here[torch.argsort(ids[here], stable=True)]
-        tokens = torch.cat([inputs[0] for inputs in everyone])
-        return tokens[here // self.top_k], ids[here]
+    def experts_backward(self) -> None:
+        grad_rows = self.grads[0]
+        if self.scaled:
+            self.grad_rows = self._grad_rows = self._gathered(grad_rows * self.scale)
+        elif self.case.layout == "expert":
+            self.grad_rows = grad_rows
+        else:
+            self.grad_rows = self._gathered(grad_rows) if self._grad_rows is None else self._grad_rows
+
+    def dispatch_backward(self) -> None:
+        with torch.no_grad():
+            grads = self.layer.dispatch_backward(self.grad_rows, self.routing, self.grads[1])
+        self.grad_x, self.grad_weights = grads
+
+    def forget(self) -> None:
+        super().forget()
+        for name in ("per_expert", "routing", "out", "grads", "grad_rows"):
+            self.__dict__.pop(name, None)
+
+    def expert_rows(self) -> Tensor:
+        return self._expanded()[self._positions()]
+
+    def padding_wrong(self) -> int:
+        if self.case.layout == "compact":
+            return 0
+        expanded = self._expanded()
+        end = int(self.routing.offsets_E[-1]) if len(self.routing.offsets_E) else 0
+        padding = torch.ones(len(expanded), dtype=torch.bool, device=expanded.device)
+        padding[end:] = False  # unspecified
+        padding[self._positions()] = False
+        return int((expanded[padding] != 0).sum())
+
+    def _positions(self) -> Tensor:
+        """Where the rows that are no padding lie."""
+        ends, counts = self.routing.offsets_E.tolist(), self.per_expert.tolist()
+        starts = [0, *ends][: len(ends)]
+        pieces = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).to(self.x.device)
+
+    def _expanded(self) -> Tensor:
+        """One row for each row of the routing, of the instance's dtype. Doesn't wait for a GPU."""
+        rows = dequantised(self.case, *self.rows) if self.case.rows == "wire" else self.rows
+        if self.case.layout == "compact" and len(rows):
+            index = self.routing.row_index_R.long().clamp(0, len(rows) - 1)  # unspecified past the end
+            rows = rows.index_select(0, index)
+        expanded: Tensor = rows
+        return expanded
+
+    def _row_factors(self, num_rows: int) -> Tensor:
+        ends = self.routing.offsets_E
+        first = self.case.experts_of(self.rank)[0]
+        expert = torch.searchsorted(ends, torch.arange(num_rows, device=ends.device, dtype=ends.dtype), right=True)
+        return factor(first + expert.clamp(max=max(len(ends) - 1, 0))).to(self.case.dtype).unsqueeze(1)
+
+    def _gathered(self, grad_rows: Tensor) -> Tensor:
+        """The gradient of the rows as they were dispatched: a compact row's is the sum of its experts'."""
+        if self.case.layout == "expert":
+            return grad_rows
+        rows = self.rows[0] if self.case.rows == "wire" else self.rows
+        routing = self.routing
+        total = torch.zeros(rows.shape, dtype=torch.float32, device=grad_rows.device)
+        if len(rows) and len(routing.offsets_E):
+            place = torch.arange(len(grad_rows), device=grad_rows.device)
+            real = (place < routing.offsets_E[-1]) & (routing.row_rank_R >= 0)
+            index = routing.row_index_R.long().clamp(0, len(rows) - 1)
+            total.index_add_(0, index, torch.where(real.unsqueeze(1), grad_rows.float(), 0))
+        return total.to(self.case.dtype)
 
 
-def factor(experts: Tensor) -> Tensor:
-    """What the rows of an expert are multiplied by in a check: 1, 2 or 4, which is exact in every dtype."""
-    return torch.tensor([1.0, 2.0, 4.0])[experts % 3]
+class C10dRounds(Rounds):
+    """The same layer out of sort, counts and `all_to_all_single` on gloo or NCCL, through autograd."""
+
+    def __init__(self, case: MoeCase, rank: int, group: Any = None) -> None:
+        super().__init__(case, rank)
+        self.layer = C10dMoe(case.experts, group)
+        self.x.requires_grad_()
+        self.weights.requires_grad_()
+
+    def dispatch(self) -> None:
+        self.rows, self.route = self.layer.dispatch(self.x, self.ids)
+
+    def experts(self) -> None:
+        self.leaf = self.rows.detach().requires_grad_()
+        self.out = self.leaf
+        if self.scaled:
+            _, experts = self.case.expected_rows(self.rank)
+            self.out = self.leaf * factor(experts).to(self.case.dtype).unsqueeze(1)
+
+    def combine(self) -> None:
+        self.y = self.layer.combine(self.out, self.weights, self.route)
+
+    def combine_backward(self) -> None:
+        grads = torch.autograd.grad(self.y, (self.leaf, self.weights), self.grad, retain_graph=True)
+        self.grad_leaf, self.grad_weights = grads
+
+    def dispatch_backward(self) -> None:
+        (self.grad_x,) = torch.autograd.grad(self.rows, self.x, self.grad_leaf, retain_graph=True)
+
+    def forget(self) -> None:
+        super().forget()
+        for name in ("route", "leaf", "out", "grad_leaf"):
+            self.__dict__.pop(name, None)
+
+    def expert_rows(self) -> Tensor:
+        rows: Tensor = self.rows.detach()
+        return rows
 
 
-def wrong(case: MoeCase, rank: int, one_round: Round) -> int:
-    """Run a round and count its wrong elements: rows exactly, sums within the bound of their roundings."""
-    expected_rows, experts = case.expected_rows(rank)
-    scale = factor(experts).to(case.dtype).unsqueeze(1)
-    got = one_round(lambda rows: rows * scale)
-    if got.rows.shape != expected_rows.shape:
-        return max(expected_rows.numel(), 1)
-    count = int((got.rows != expected_rows).sum())
-
-    x, ids, weights, grad = (tensor.double() if tensor.is_floating_point() else tensor for tensor in case.inputs(rank))
-    by_expert_TK = weights * factor(ids)
-    epsilon = torch.finfo(case.dtype).eps
-    roundings = case.top_k + case.ranks + 4
-    for result, operand in ((got.y, x), (got.grad_x, grad)):
-        reference = by_expert_TK.sum(1, keepdim=True) * operand
-        bound = roundings * epsilon * by_expert_TK.sum(1, keepdim=True) * operand.abs()
-        count += int(((result.double() - reference).abs() > bound).sum())
-    dots = (x * grad).sum(1, keepdim=True) * factor(ids)
-    sizes = (x * grad).abs().sum(1, keepdim=True) * factor(ids)
-    bound = (roundings * epsilon + case.hidden * torch.finfo(torch.float32).eps) * sizes
-    return count + int(((got.grad_weights.double() - dots).abs() > bound).sum())
-
-
-def unchanged(rows: Tensor) -> Tensor:
-    """Experts that do nothing."""
-    return rows
-
-
-def _contender(name: str, case: MoeCase, rank: int, one_round: Round, algorithm: str = "-") -> Contender:
-    return Contender(
-        name,
-        run=lambda: one_round(unchanged).ns,
-        check=lambda: wrong(case, rank, one_round),
-        algorithm=algorithm,
-        parts=PARTS,
-    )
-
-
-def a2a_contender(case: MoeCase, comm: Any) -> Contender:
+def a2a_contender(case: MoeCase, comm: Any, clock: Clock) -> Contender:
     """`a2a.ExpertParallel`."""
-    rank = comm.rank
-    layer = a2a.ExpertParallel(
-        num_experts=case.experts,
-        top_k=case.top_k,
-        hidden=case.hidden,
-        max_tokens=case.tokens,
-        dtype=case.dtype,
-        comm=comm,
-    )
-    x, ids, weights, grad = case.inputs(rank)
-    x.requires_grad_()
-    weights.requires_grad_()
-
-    def one_round(experts: Experts) -> Outcome:
-        clock = [time.perf_counter_ns()]
-        rows, _, routing = layer.dispatch(x, ids, weights)
-        clock.append(time.perf_counter_ns())
-        # Leaves between the halves, so that each half's backward can be timed by itself.
-        leaf = rows.detach().requires_grad_()
-        row_weights = routing.row_weights_R.detach().requires_grad_()
-        processed = experts(leaf)
-        begin = time.perf_counter_ns()
-        y = layer.combine(processed, routing._replace(row_weights_R=row_weights))
-        clock.append(time.perf_counter_ns() - begin + clock[-1])
-        begin = time.perf_counter_ns()
-        grad_rows, grad_row_weights = torch.autograd.grad(y, (leaf, row_weights), grad)
-        clock.append(time.perf_counter_ns() - begin + clock[-1])
-        begin = time.perf_counter_ns()
-        grad_x, grad_weights = torch.autograd.grad(
-            (rows, routing.row_weights_R), (x, weights), (grad_rows, grad_row_weights)
-        )
-        clock.append(time.perf_counter_ns() - begin + clock[-1])
-        return Outcome(rows.detach(), y.detach(), grad_x, grad_weights, _differences(clock))
-
-    return _contender("a2a", case, rank, one_round, algorithm=layer.plan.algorithm.name)
+    rounds = A2aRounds(case, comm)
+    plan = rounds.layer.plan
+    sms = plan.cost.sms if comm.device_type == "cuda" else None
+    return rounds.contender("a2a", clock, algorithm=plan.algorithm.name, sms=sms)
 
 
-def gloo_contender(case: MoeCase, rank: int) -> Contender:
-    """The same layer out of sort, counts and gloo's `all_to_all_single`."""
-    layer = GlooMoe(case.experts)
-    x, ids, weights, grad = case.inputs(rank)
-    x.requires_grad_()
-    weights.requires_grad_()
-
-    def one_round(experts: Experts) -> Outcome:
-        clock = [time.perf_counter_ns()]
-        rows, route = layer.dispatch(x, ids)
-        clock.append(time.perf_counter_ns())
-        leaf = rows.detach().requires_grad_()
-        processed = experts(leaf)
-        begin = time.perf_counter_ns()
-        y = layer.combine(processed, weights, route)
-        clock.append(time.perf_counter_ns() - begin + clock[-1])
-        begin = time.perf_counter_ns()
-        grad_rows, grad_weights = torch.autograd.grad(y, (leaf, weights), grad)
-        clock.append(time.perf_counter_ns() - begin + clock[-1])
-        begin = time.perf_counter_ns()
-        (grad_x,) = torch.autograd.grad(rows, x, grad_rows)
-        clock.append(time.perf_counter_ns() - begin + clock[-1])
-        return Outcome(rows.detach(), y.detach(), grad_x, grad_weights, _differences(clock))
-
-    return _contender("gloo", case, rank, one_round)
+def c10d_contender(
+    name: str, case: MoeCase, rank: int, clock: Clock, group: Any = None, *, why_not: str = ""
+) -> Contender:
+    """The same layer on gloo's or NCCL's all-to-all."""
+    if why_not:
+        phases = dict.fromkeys(PARTS, int)
+        return Contender(name, int, lambda: 0, phases=phases, optional=True, why_not=why_not)
+    return C10dRounds(case, rank, group).contender(name, clock, optional=name != "gloo")
 
 
 def copies_contender(case: MoeCase, rank: int) -> Contender:

@@ -32,6 +32,19 @@ def _size(word: str) -> int:
     return int(digits) << _UNITS[unit]
 
 
+def counts(text: str, option: str) -> list[int]:
+    """ "128,4096" -> [128, 4096].
+
+    Raises:
+        ValueError: something in it is not a whole number above 0.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isdigit() or int(word) == 0:
+            raise ValueError(f"{option}: {word!r} is not a whole number above 0")
+    return [int(word) for word in words]
+
+
 def words(text: str, known: tuple[str, ...], option: str) -> list[str]:
     """ "gloo,mpi" -> ["gloo", "mpi"], each of them known; "none" or "" -> [].
 

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from a2a.topology import Topology
 
 # One colour an implementation in every plot; they differ in lightness too, for print and for the colour-blind.
-COLOURS = {"a2a": "#c8321e", "gloo": "#3b6fb5", "mpi": "#2b8a57", "memcpy": "#555555", "copies": "#9a9a9a"}
-LABELS = {"memcpy": "memcpy of as many bytes", "copies": "plain copies"}
+COLOURS = {
+    "a2a": "#c8321e", "gloo": "#3b6fb5", "nccl": "#3b6fb5", "mpi": "#2b8a57", "nccl_symm": "#2b8a57", "nccl_ce": "#c99a2e",
+    "memcpy": "#555555", "copy": "#555555", "copies": "#9a9a9a",
+}  # fmt: skip
+LABELS = {
+    "memcpy": "memcpy of as many bytes", "copies": "plain copies", "copy": "copy engines, nobody waiting",
+    "nccl": "NCCL", "nccl_symm": "NCCL, symmetric window", "nccl_ce": "NCCL, copy engines",
+}  # fmt: skip
+LIMITS = ("memcpy", "copy")  # drawn as what bounds the others
 GREY = "#888888"
 DPI = 160
 
@@ -41,28 +48,30 @@ def _pyplot() -> Any:
 
 
 def exchanges(lines: Sequence[Line], path: Path) -> None:
-    """Time and bandwidth over size, both on log axes, one line an implementation, memcpy's dashed; one row a dtype."""
+    """Time and bandwidth over size on log axes, a row for each dtype and memory; plain copies are dashed."""
     pyplot = _pyplot()
-    dtypes = list(dict.fromkeys(line.dtype for line in lines))
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line.dtype, line.case["memory"]), []).append(line)
     figure, grid = pyplot.subplots(
-        len(dtypes), 2, figsize=(10.5, 0.9 + 3.8 * len(dtypes)), layout="constrained", squeeze=False, sharex=True
+        len(groups), 2, figsize=(10.5, 0.9 + 3.8 * len(groups)), layout="constrained", squeeze=False, sharex=True
     )
-    for dtype, (left, right) in zip(dtypes, grid, strict=True):
-        _exchange_panels(left, right, [line for line in lines if line.dtype == dtype], dtype)
+    for (kind, of_kind), (left, right) in zip(groups.items(), grid, strict=True):
+        _exchange_panels(left, right, of_kind, ", ".join(kind))
     for axes in grid[-1]:
         axes.set_xlabel("send buffer of each rank, bytes")
     handles, labels = grid[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside upper right", ncols=len(labels))
     first = lines[0]
     through = "" if first.case["through"] == "a2a" else " through torch.distributed"
-    title = f"{first.op}{through}, {first.ranks} ranks, {first.case['memory']} tensors"
+    title = f"{first.op}{through}, {first.ranks} ranks{_in_graph(first)}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     _source(figure, first)
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
 
-def _exchange_panels(left: Any, right: Any, lines: Sequence[Line], dtype: str) -> None:
+def _exchange_panels(left: Any, right: Any, lines: Sequence[Line], kind: str) -> None:
     sizes = sorted({line.bytes for line in lines})
     for impl in dict.fromkeys(line.impl for line in lines):
         points = sorted(
@@ -73,7 +82,7 @@ def _exchange_panels(left: Any, right: Any, lines: Sequence[Line], dtype: str) -
         if not points:
             continue
         x, p50, p99, bandwidth = zip(*points, strict=True)
-        limit = impl == "memcpy"
+        limit = impl in LIMITS
         style = {
             "color": COLOURS.get(impl),
             "linestyle": "--" if limit else "-",
@@ -86,7 +95,7 @@ def _exchange_panels(left: Any, right: Any, lines: Sequence[Line], dtype: str) -
         if not limit:
             left.fill_between(x, p50, p99, color=COLOURS.get(impl), alpha=0.12, linewidth=0)
         right.plot(x, bandwidth, label=LABELS.get(impl, impl), **style)
-    titles = (f"{dtype}: time of a call, us (band: up to p99)", f"{dtype}: send buffer / time, GB/s")
+    titles = (f"{kind}: time of a call, us (band: up to p99)", f"{kind}: send buffer / time, GB/s")
     for axes, title in zip((left, right), titles, strict=True):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -99,25 +108,26 @@ def _exchange_panels(left: Any, right: Any, lines: Sequence[Line], dtype: str) -
 
 
 def moe(lines: Sequence[Line], path: Path) -> None:
-    """One bar an implementation and dtype, on a log axis for totals above and phases side by side below."""
+    """Phases side by side on a log axis, a bar an implementation; one panel a dtype and number of tokens."""
     pyplot = _pyplot()
-    dtypes = list(dict.fromkeys(line.dtype for line in lines))
+    kinds = list(dict.fromkeys((line.dtype, line.case["tokens"]) for line in lines))
     parts = list(dict.fromkeys(line.case["part"] for line in lines))
     impls = list(dict.fromkeys(line.impl for line in lines))
     figure, grid = pyplot.subplots(
-        1, len(dtypes), figsize=(5.6 * len(dtypes) + 0.6, 4.4), layout="constrained", sharey=True, squeeze=False
+        1, len(kinds), figsize=(5.6 * len(kinds) + 0.6, 4.4), layout="constrained", sharey=True, squeeze=False
     )
     width = 0.8 / len(impls)
-    for axes, dtype in zip(grid[0], dtypes, strict=True):
+    for axes, (dtype, tokens) in zip(grid[0], kinds, strict=True):
+        of_kind = [line for line in lines if (line.dtype, line.case["tokens"]) == (dtype, tokens)]
         for index, impl in enumerate(impls):
-            of = {line.case["part"]: line for line in lines if line.impl == impl and line.dtype == dtype}
+            of = {line.case["part"]: line for line in of_kind if line.impl == impl}
             heights = [(of[part].p50_us or 0) / 1e3 for part in parts]
             places = [place + (index - (len(impls) - 1) / 2) * width for place in range(len(parts))]
             bars = axes.bar(places, heights, width * 0.92, color=COLOURS.get(impl), label=LABELS.get(impl, impl))
             axes.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=7, padding=1)
         axes.set_yscale("log")
         axes.set_xticks(range(len(parts)), [part.replace("_", "\n") for part in parts])
-        axes.set_title(dtype, loc="left", fontsize=10)
+        axes.set_title(f"{dtype}, {tokens} tokens a rank", loc="left", fontsize=10)
         axes.grid(True, axis="y", which="major", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -127,8 +137,8 @@ def moe(lines: Sequence[Line], path: Path) -> None:
     first = lines[0]
     case = first.case
     figure.suptitle(
-        f"MoE layer, {first.ranks} ranks, {case['tokens']} tokens each, hidden {case['hidden']}, "
-        f"{case['experts']} experts, top-{case['top_k']}",
+        f"MoE layer, {first.ranks} ranks, hidden {case['hidden']}, {case['experts']} experts, "
+        f"top-{case['top_k']}{_in_graph(first)}",
         x=0.01, ha="left", fontsize=12, fontweight="bold",
     )  # fmt: skip
     _source(figure, first)
@@ -189,10 +199,14 @@ def _some(items: list[Any], limit: int) -> list[Any]:
     return items if len(items) <= limit else [*items[: limit - 2], None, items[-1]]
 
 
+def _in_graph(line: Line) -> str:
+    return ", in a CUDA graph" if line.case.get("graph") else ""
+
+
 def _source(figure: Any, line: Line) -> None:
     env = line.env
     commit = f", commit {env['commit']}" if env["commit"] else ""
     figure.supxlabel(
-        f"{env['cpu']}; torch {env['torch']}{commit}; p50 of alternating runs, slowest rank",
+        f"{env['gpu'] or env['cpu']}; torch {env['torch']}{commit}; p50 of alternating runs, slowest rank",
         x=0.01, ha="left", fontsize=7, color=GREY,
     )  # fmt: skip

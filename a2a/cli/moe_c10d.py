@@ -1,4 +1,4 @@
-"""The MoE layer that a2a is compared with: sort, counts and `all_to_all_single` on gloo, as a careful user writes it.
+"""The MoE layer that a2a is compared with: sort, counts and gloo's or NCCL's all-to-all, as a careful user writes it.
 
 Every (token, expert) pair travels by itself. Permutations are gathers in both directions (torch's own backward of a gather
 is a scatter-add, which is several times slower), counts are exchanged once and serve forward and backward, and one sort on
@@ -30,8 +30,8 @@ class Route:
     rows_per_expert: Tensor
 
 
-class GlooMoe:
-    """Dispatch and combine over a gloo group; experts are owned as `a2a.ExpertParallel` has them."""
+class C10dMoe:
+    """Dispatch and combine over a process group; experts are owned as `a2a.ExpertParallel` has them."""
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -44,15 +44,19 @@ class GlooMoe:
         top_k = topk_ids_TK.shape[1]
         ids = topk_ids_TK.reshape(-1)
         order = torch.argsort(ids, stable=True)
-        counts = torch.bincount(ids, minlength=sum(self.experts))
+        # Not bincount, which makes the host wait for a GPU.
+        counts = torch.zeros(sum(self.experts), dtype=torch.int64, device=ids.device)
+        counts.scatter_add_(0, ids, torch.ones_like(ids))
         theirs = counts.new_empty(self.world_size * self.experts[self.rank])
         mine = [self.experts[self.rank]] * self.world_size
         dist.all_to_all_single(theirs, counts, mine, self.experts, group=self.group)
         counts_RE = theirs.view(self.world_size, -1)
-        send_splits: list[int] = [int(piece.sum()) for piece in torch.split(counts, self.experts)]
-        receive_splits: list[int] = counts_RE.sum(1).tolist()
-        local = torch.arange(self.experts[self.rank]).repeat(self.world_size)
-        expert_order = torch.argsort(torch.repeat_interleave(local, theirs), stable=True)
+        sums = torch.stack([*(piece.sum() for piece in torch.split(counts, self.experts)), *counts_RE.sum(1)])
+        splits = sums.tolist()  # the only wait of the host
+        send_splits, receive_splits = splits[: self.world_size], splits[self.world_size :]
+        local = torch.arange(self.experts[self.rank], device=ids.device).repeat(self.world_size)
+        of_row = torch.repeat_interleave(local, theirs, output_size=sum(receive_splits))
+        expert_order = torch.argsort(of_row, stable=True)
         route = Route(
             top_k,
             order,
@@ -79,7 +83,7 @@ class GlooMoe:
 
 def _inverse(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
+    inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
 
 
@@ -152,8 +156,12 @@ _weighted: Callable[..., Tensor] = _WeightedSum.apply
 # than elementwise calls in bfloat16. A baseline has no right to be slow, so each takes its best.
 
 
+def _reduces_quickly(tensor: Tensor) -> bool:
+    return tensor.is_cuda or tensor.dtype is torch.float32
+
+
 def _sum_over_k(rows_TKH: Tensor) -> Tensor:
-    if rows_TKH.dtype is torch.float32:
+    if _reduces_quickly(rows_TKH):
         return rows_TKH.sum(1)
     total = rows_TKH[:, 0].clone()
     for k in range(1, rows_TKH.shape[1]):
@@ -162,7 +170,7 @@ def _sum_over_k(rows_TKH: Tensor) -> Tensor:
 
 
 def _weighted_sum(rows_TKH: Tensor, weights_TK: Tensor) -> Tensor:
-    if rows_TKH.dtype is torch.float32:
+    if _reduces_quickly(rows_TKH):
         return torch.bmm(weights_TK.unsqueeze(1), rows_TKH).squeeze(1)
     total = rows_TKH[:, 0] * weights_TK[:, 0:1]
     for k in range(1, rows_TKH.shape[1]):
@@ -171,6 +179,6 @@ def _weighted_sum(rows_TKH: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def _dots(rows_TKH: Tensor, grad_TH: Tensor) -> Tensor:
-    if rows_TKH.dtype is torch.float32:
-        return torch.einsum("tkh,th->tk", rows_TKH, grad_TH)
+    if _reduces_quickly(rows_TKH):
+        return torch.bmm(rows_TKH, grad_TH.unsqueeze(2)).squeeze(2)
     return (rows_TKH * grad_TH.unsqueeze(1)).sum(2)
