@@ -62,9 +62,11 @@ struct Stage {
 __device__ constexpr std::uint64_t mark(std::uint32_t epoch, std::uint32_t value) {
   return std::uint64_t(epoch) << 32 | value;
 }
-// Marks of another epoch are old: nobody is a whole call ahead of a rank that still waits.
+// A peer may be one call ahead of a rank that still looks: it needs what the rank has sent, not that it was seen. It can't be
+// two ahead. Any other epoch is old.
 __device__ constexpr bool has_reached(std::uint64_t seen, std::uint64_t wanted) {
-  return seen >> 32 == wanted >> 32 && std::uint32_t(seen) >= std::uint32_t(wanted);
+  const std::uint32_t ahead = std::uint32_t(seen >> 32) - std::uint32_t(wanted >> 32);
+  return ahead == 1 || (ahead == 0 && std::uint32_t(seen) >= std::uint32_t(wanted));
 }
 
 // int32 offsets into a plan, the tensor that a dispatch leaves for its combine and the backwards.
