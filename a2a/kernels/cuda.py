@@ -122,7 +122,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     Raises:
         UnsupportedError: a package or the sources are missing, or the compiler is too old; says what to do.
     """
-    nvrtc = _nvrtc()
+    nvrtc = compiler()
     folder = source_folder()
     version = ".".join(str(n) for n in _ok(nvrtc.nvrtcVersion(), "nvrtcVersion"))
     options = [*_OPTIONS, f"--gpu-architecture={arch}", *(f"-D{k}={v}" for k, v in sorted(defines.items()))]
@@ -201,7 +201,12 @@ def module(name: str, arch: str, defines: tuple[tuple[str, int], ...], context: 
     return Module(name, arch, dict(defines))
 
 
-def _nvrtc() -> Any:
+def compiler() -> Any:
+    """cuda-bindings' NVRTC module.
+
+    Raises:
+        UnsupportedError: it or the library is missing; says what to install.
+    """
     try:
         from cuda.bindings import nvrtc
 
@@ -230,4 +235,6 @@ def _cache_folder() -> Path:
     return (Path(chosen) if chosen else Path.home() / ".cache" / "a2a") / "kernels"
 
 
-__all__ = ["FAILED", "Call", "Module", "check", "compile_cubin", "driver", "lib", "module", "source_folder"]
+__all__ = [
+    *("FAILED", "Call", "Module", "check", "compile_cubin", "compiler", "driver", "lib", "module", "source_folder"),
+]

@@ -167,6 +167,7 @@ class CudaVmm(Transport):
         try:
             cuda.lib()
             cuda.driver()
+            cuda.compiler()
         except UnsupportedError as error:
             return str(error)
         return None
