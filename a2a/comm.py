@@ -71,7 +71,9 @@ class Communicator:
         self.device = torch.empty(0, device=device).device  # with its index, where there is one
         self.device_type = self.device.type
         self._group = None if group is None else weakref.ref(group)
-        self.topology = topology or resolve(exchange, rank, world_size, config().topology, **_place_in_job(group))
+        self.topology = topology or resolve(
+            exchange, rank, world_size, config().topology, **_place_in_job(group), gpu_uuid=_gpu_uuid(self.device)
+        )
         if self.topology.world_size != world_size:
             raise ValueError(
                 f"communicator: the topology has {self.topology.world_size} ranks, the group has {world_size}; "
@@ -360,6 +362,10 @@ def _group_timeout(group: Any, device: Any) -> float:
         return timeout.total_seconds()
     except (AttributeError, RuntimeError, NotImplementedError):
         return DEFAULT_TIMEOUT_S
+
+
+def _gpu_uuid(device: torch.device) -> str | None:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _place_in_job(group: Any) -> dict[str, Any]:

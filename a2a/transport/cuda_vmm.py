@@ -162,6 +162,9 @@ class CudaVmm(Transport):
             return f"it serves CUDA tensors; this group's are on {device_type}"
         if reason := not_one_domain(topology):
             return reason
+        domain = topology.domains[0]
+        if domain.rack and not domain.host:
+            return "the group spans several hosts of one NVLink fabric; so far memory is exchanged within one host only"
         if not torch.cuda.is_available():
             return "torch finds no CUDA device here"
         try:
