@@ -87,4 +87,4 @@ class FakeNvml:
 
 def no_nvml() -> FakeNvml:
     """A machine without the library."""
-    raise NvmlError("libnvidia-ml.so.1 can't be opened")
+    raise NvmlError("can't open libnvidia-ml.so.1")

@@ -132,8 +132,17 @@ def test_without_nvml_cuda_is_asked() -> None:
     facts = [gpu_facts(uuid, no_nvml, lambda uuid: ways[uuid]) for uuid in ways]
     topology = assemble(facts, [0] * 3, ["alpha"] * 3, [])
     assert domains(topology) == [(0, 1), (2,)]
-    assert "can't be opened" in " ".join(topology.notes)
+    assert "can't open libnvidia-ml.so.1" in " ".join(topology.notes)
     assert "assumed" in topology.scale_up.source
+
+
+def test_cuda_is_asked_where_nvml_does_not_know() -> None:
+    driver = FakeNvml([FakeGpu(f"g{i}", links=(), default=UNKNOWN) for i in range(3)])
+    ways = {"g0": {"g1": ""}, "g1": {"g0": ""}, "g2": {}}
+    facts = [gpu_facts(uuid, driver, lambda uuid: ways[uuid]) for uuid in ways]
+    topology = assemble(facts, [0] * 3, ["alpha"] * 3, [])
+    assert domains(topology) == [(0, 1), (2,)]
+    assert "the driver does not say how they are connected" in topology.notes[0]
 
 
 def test_without_any_driver_nothing_is_claimed() -> None:
@@ -149,7 +158,7 @@ def test_without_any_driver_nothing_is_claimed() -> None:
 def test_a_machine_without_a_driver_raises_nothing() -> None:
     facts = gpu_facts("g0", lambda: Nvml("libnvidia-ml-that-is-not-there.so.1"))
     assert facts.uuid == "g0"
-    assert "libnvidia-ml-that-is-not-there.so.1 can't be opened" in facts.problem
+    assert "can't open libnvidia-ml-that-is-not-there.so.1" in facts.problem
 
 
 # ---------------------------------------------------------------------------------------------------- several hosts

@@ -131,7 +131,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     }
     source = (folder / "cuda" / f"{name}.cu").read_text()
     key = hashlib.sha256(repr((version, options, source, sorted(headers.items()), _HEADERS)).encode()).hexdigest()
-    cached = _cache_folder() / f"{name}-{arch}-{key}.cubin"
+    cached = cache_folder() / f"{name}-{arch}-{key}.cubin"
     try:
         return cached.read_bytes()
     except OSError:
@@ -230,11 +230,13 @@ def _ok(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where compiled kernels are kept."""
     chosen = config().cache_dir
     return (Path(chosen) if chosen else Path.home() / ".cache" / "a2a") / "kernels"
 
 
 __all__ = [
-    *("FAILED", "Call", "Module", "check", "compile_cubin", "compiler", "driver", "lib", "module", "source_folder"),
+    *("FAILED", "Call", "Module", "cache_folder", "check", "compile_cubin", "compiler", "driver", "lib", "module"),
+    "source_folder",
 ]

@@ -11,18 +11,18 @@ get all facts and come to the same domains, by these rules, of which the first t
     5  else the driver is asked: peer access over NVLink counts; over PCIe alone it does not, since the kernels' stores and
        signals are not worth their latency there and NCCL does as well
 
-Every rank of a domain reaches every other. Where the driver shows a GPU but can't say how it is reached (some virtual
-machines), links of both to a switch count as a way: whether memory can really be shared shows when it is.
+Every rank of a domain reaches every other. Where NVML shows a GPU but can't say how it is reached (some virtual machines),
+links of both to a switch count as a way, else CUDA's answer: whether memory can really be shared shows when it is.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from a2a.topology.libcuda import ACCESS_SUPPORTED, NATIVE_ATOMICS, LibCuda
 from a2a.topology.model import Domain, Link, Topology
 from a2a.topology.nvml import NVLINK, OK, P2P_WORDS, READ, Fabric, NvLink, Nvml, NvmlError, bare
 from a2a.topology.presets import H200_NVLINK, HOPPER_NET
@@ -30,8 +30,9 @@ from a2a.topology.presets import H200_NVLINK, HOPPER_NET
 # Two H200 with 18 links of 25 GB/s: 388 GB/s each, both ways at once.
 _NOMINAL_GBps = 18 * 25.0
 _REACHED = H200_NVLINK.bandwidth_GBps / _NOMINAL_GBps
-_PCIE_ONLY = "peer access over PCIe only, no NVLink between them"
-_ACCESS_SUPPORTED, _NATIVE_ATOMICS = 2, 3  # CUdevice_P2PAttribute; only NVLink has the latter
+PCIE_ONLY = "peer access over PCIe only, no NVLink between them"
+_UNSAID = "the driver does not say how they are connected"
+_NO_ACCESS = "no peer access"
 _UNKNOWN = 6  # of P2P_WORDS
 
 
@@ -78,13 +79,17 @@ def gpu_facts(
     uuid = bare(uuid)
     try:
         with open_nvml() as nvml:
-            return _asked(nvml, uuid, nvml.find(uuid))
+            facts = _asked(nvml, uuid, nvml.find(uuid))
     except NvmlError as error:
-        problem = str(error)
+        facts = GpuFacts(uuid, problem=str(error))
+    if not facts.problem and _UNSAID not in facts.peers.values():
+        return facts
     try:
-        return GpuFacts(uuid, peers=(cuda_peers or _cuda_peers)(uuid), problem=problem)
+        told = (cuda_peers or _cuda_peers)(uuid)
     except OSError as error:
-        return GpuFacts(uuid, problem=f"{problem}; {error}")
+        return replace(facts, problem="; ".join(filter(None, (facts.problem, str(error)))))
+    unsaid = {theirs: why for theirs, why in told.items() if facts.peers.get(theirs, _UNSAID) == _UNSAID}
+    return replace(facts, peers={**facts.peers, **unsaid})
 
 
 def _asked(nvml: Any, uuid: str, gpu: Any) -> GpuFacts:
@@ -124,7 +129,9 @@ def _why_not(nvml: Any, gpu: Any, links: Sequence[NvLink], other: Any) -> str:
         ):
             return ""
     read = _or_else(lambda: nvml.p2p(gpu, other, READ), _UNKNOWN)
-    return _PCIE_ONLY if read == OK else f"no peer access: {P2P_WORDS.get(read, read)}"
+    if over_nvlink == _UNKNOWN and read in (OK, _UNKNOWN):
+        return _UNSAID
+    return PCIE_ONLY if read == OK else f"{_NO_ACCESS}: {P2P_WORDS.get(read, read)}"
 
 
 def _or_else(ask: Callable[[], Any], default: Any) -> Any:
@@ -140,31 +147,16 @@ def _cuda_peers(uuid: str) -> dict[str, str]:
     Raises:
         OSError: there is no CUDA driver, or it does not show that GPU.
     """
-    library = ctypes.CDLL("libcuda.so.1")
-    count, devices = ctypes.c_int(), dict[str, int]()
-    if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)):
-        raise OSError("libcuda.so.1 finds no device")
-    get_uuid = getattr(library, "cuDeviceGetUuid_v2", library.cuDeviceGetUuid)
-    for index in range(count.value):
-        device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-        if not library.cuDeviceGet(ctypes.byref(device), index) and not get_uuid(raw, device):
-            digits = bytes(raw).hex()
-            devices["-".join(digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))] = device.value
-    if uuid not in devices:
+    cuda = LibCuda()
+    uuids = cuda.uuids()
+    if uuid not in uuids:
         raise OSError(f"libcuda.so.1 shows no GPU {uuid}")
-
-    def can(attribute: int, other: int) -> bool:
-        value = ctypes.c_int()
-        failed = library.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, devices[uuid], other)
-        return not failed and bool(value.value)
-
-    return {
-        theirs: ("" if can(_NATIVE_ATOMICS, other) else _PCIE_ONLY)
-        if can(_ACCESS_SUPPORTED, other)
-        else "no peer access"
-        for theirs, other in devices.items()
-        if theirs != uuid
-    }
+    here, peers = uuids.index(uuid), dict[str, str]()
+    for other, theirs in enumerate(uuids):
+        if other != here:
+            reached = cuda.p2p(ACCESS_SUPPORTED, here, other)
+            peers[theirs] = _NO_ACCESS if not reached else "" if cuda.p2p(NATIVE_ATOMICS, here, other) else PCIE_ONLY
+    return peers
 
 
 # ---------------------------------------------------------------------------------------------- from facts to a topology
@@ -183,12 +175,14 @@ def assemble(gpus: Sequence[GpuFacts], hosts: Sequence[int], names: Sequence[str
     reasons: dict[str, list[str]] = {}
     for rank in range(len(gpus)):
         for group in groups:
-            apart = [(peer, why) for peer in group if (why := _apart(gpus, hosts, peer, rank))]
-            if not apart:
+            against = [
+                (peer, why) for peer in group if (why := apart(gpus[peer], gpus[rank], hosts[peer] == hosts[rank]))
+            ]
+            if not against:
                 group.append(rank)
                 break
             if hosts[group[0]] == hosts[rank] or (gpus[group[0]].fabric and gpus[rank].fabric):
-                reasons.setdefault(apart[0][1], []).append(f"{apart[0][0]} and {rank}")
+                reasons.setdefault(against[0][1], []).append(f"{against[0][0]} and {rank}")
         else:
             groups.append([rank])
     told += [f"ranks {_some(pairs)} don't share GPU memory: {why}" for why, pairs in reasons.items()]
@@ -197,14 +191,13 @@ def assemble(gpus: Sequence[GpuFacts], hosts: Sequence[int], names: Sequence[str
     return Topology(tuple(domains), _scale_up(gpus, groups), HOPPER_NET, tuple(told))
 
 
-def _apart(gpus: Sequence[GpuFacts], hosts: Sequence[int], one: int, other: int) -> str:
-    """Why two ranks can't load and store each other's GPU memory, or ""."""
-    a, b = gpus[one], gpus[other]
-    if a.uuid == b.uuid and hosts[one] == hosts[other]:
+def apart(a: GpuFacts, b: GpuFacts, one_host: bool = True) -> str:
+    """Why ranks on these GPUs can't load and store each other's memory, or ""."""
+    if a.uuid == b.uuid and one_host:
         return ""
     if a.fabric and a.fabric == b.fabric:
         return ""
-    if hosts[one] != hosts[other]:
+    if not one_host:
         if a.fabric and b.fabric:
             return f"they are in different NVLink fabrics or cliques ({a.fabric} and {b.fabric})"
         return "they are on different hosts without a common NVLink fabric"
@@ -256,4 +249,4 @@ def _some(pairs: Sequence[str]) -> str:
     return "; ".join(pairs[:8]) + (f"; ... ({len(pairs)} pairs in all)" if len(pairs) > 8 else "")
 
 
-__all__ = ["GpuFacts", "assemble", "gpu_facts"]
+__all__ = ["PCIE_ONLY", "GpuFacts", "apart", "assemble", "gpu_facts"]

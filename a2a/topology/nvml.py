@@ -94,7 +94,7 @@ class Nvml:
         try:
             self._library = ctypes.CDLL(library)
         except OSError as error:
-            raise NvmlError(f"{library} can't be opened ({error})") from None
+            raise NvmlError(f"can't open {error}") from None
         self._call("nvmlInit_v2")
 
     def __enter__(self) -> Nvml:
