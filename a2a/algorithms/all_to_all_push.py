@@ -29,6 +29,7 @@ _TEAMS = 2  # channels of a block, which hide each other's waits
 _FLAG_BYTES = 2 << 20  # the most that a pair sends as packets: fewer steps pay for a third more bytes
 _CHUNK_BYTES = 128 << 10
 _THREADS = 512, 1024  # of a block, of the small and the large kernel
+_ASK = -1  # no stream's handle
 _COPIERS = 16  # blocks that copy a large own piece beside the others
 
 _get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None: this torch has no CUDA
@@ -66,7 +67,10 @@ class _Launcher:
             self.small, self.large = (module.function(f"all_to_all_push_{size}") for size in ("small", "large"))
             assert module.constant("all_to_all_push_staging") <= self.staging.num_bytes
         self.launch = cuda.lib().a2a_cuda_launch
-        self.stream = 0  # of the call before: calls of one communicator run in their order
+        self.stream = (
+            0  # of the call before: calls of one communicator run in their order; _ASK while a graph is captured
+        )
+        self._eager = self._last = 0  # of the last call that ran, and of the last one at all
         self.side: torch.cuda.Stream | None = None
 
         class Params(Structure):
@@ -108,13 +112,19 @@ class _Launcher:
         return _Prepared(self, call, params, sum(s for _, _, s, _ in pairs))
 
     def change_stream(self, stream: int) -> None:
-        """Let this stream's work follow the other's, on which the call before ran."""
+        """Have a call on this stream follow the call before, which was on another or in a graph."""
         device = self.place.device
-        here = _external(stream, device) if stream else torch.cuda.default_stream(device)
-        if torch.cuda.is_current_stream_capturing():
-            return  # a graph is replayed where its user orders it
-        before = _external(self.stream, device) if self.stream else torch.cuda.default_stream(device)
-        here.wait_stream(before)
+        if self.stream != _ASK:
+            self._eager = self._last = self.stream
+        last, self._last = self._last, stream
+        with torch.cuda.device(device):
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:  # calls of one graph follow each other too; where in time it is replayed, its user decides
+            if last not in (0, stream) and _captures(_stream(last, device)):
+                _stream(stream, device).wait_stream(_stream(last, device))
+            self.stream = _ASK
+            return
+        _stream(stream, device).wait_stream(_stream(self._eager, device))
         self.stream = stream
 
 
@@ -200,7 +210,15 @@ class AllToAllPush(AllToAll):
         return StreamWork(result, done, device)
 
 
-def _external(stream: int, device: torch.device) -> torch.cuda.Stream:
+def _captures(stream: torch.cuda.Stream) -> bool:
+    """Whether a stream is part of a capture."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _stream(stream: int, device: torch.device) -> torch.cuda.Stream:
+    if not stream:
+        return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
 
 

@@ -201,8 +201,8 @@ class CudaVmm(Transport):
         except UnsupportedError as error:
             problem = str(error)
         self._raise_problems("reserve", problem, "address space")
-        driver = cuda.driver()
-        context = int(driver.cuCtxGetCurrent()[1])
+        with torch.cuda.device(self.device):
+            context = int(cuda.driver().cuCtxGetCurrent()[1])
         major, minor = facts.major, facts.minor
         self.place = Place(self._windows.base, self._windows.window, self._host.data_ptr(), context, self.device,
                            f"sm_{major}{minor}")  # fmt: skip
