@@ -156,7 +156,8 @@ class Communicator:
         """
         if self._ok is None:
             self.check_open("ok")
-            self._ok = self.transport.ok_word() if self.transport else torch.ones((), dtype=torch.int32)
+            none_fails = torch.ones((), dtype=torch.int32, device=self.device)
+            self._ok = self.transport.ok_word() if self.transport else none_fails
         return self._ok
 
     def close(self) -> None:
