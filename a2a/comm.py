@@ -65,12 +65,15 @@ class Communicator:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         group: Any = None,
         device: Any = "cpu",
+        refused: str = "",
     ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.device = torch.empty(0, device=device).device  # with its index, where there is one
         self.device_type = self.device.type
         self._group = None if group is None else weakref.ref(group)
-        self.topology = topology or resolve(exchange, rank, world_size, config().topology, **_place_in_job(group))
+        self.topology = topology or resolve(
+            exchange, rank, world_size, config().topology, **_place_in_job(group), gpu_uuid=_gpu_uuid(self.device)
+        )
         if self.topology.world_size != world_size:
             raise ValueError(
                 f"communicator: the topology has {self.topology.world_size} ranks, the group has {world_size}; "
@@ -87,7 +90,7 @@ class Communicator:
         self.prepared: dict[Any, Any] = {}  # calls that were made before, by shapes and dtype; void after a renewal
         self.handed_over: dict[str, int] = {}
         for transport in candidates():
-            reason = transport.unavailable(self.topology, self.device_type)
+            reason = transport.unavailable(self.topology, self.device_type) or refused or None
             if reason is None:
                 self.transport = transport.open(Wiring(exchange, rank, self.topology, timeout_s, self.device))
                 self.transport.on_renewal(self.prepared.clear)
@@ -153,7 +156,8 @@ class Communicator:
         """
         if self._ok is None:
             self.check_open("ok")
-            self._ok = self.transport.ok_word() if self.transport else torch.ones((), dtype=torch.int32)
+            none_fails = torch.ones((), dtype=torch.int32, device=self.device)
+            self._ok = self.transport.ok_word() if self.transport else none_fails
         return self._ok
 
     def close(self) -> None:
@@ -264,6 +268,8 @@ def communicator(
 ) -> Communicator:
     """Make a new communicator for `group`. Collective over the group; close it, or use it as a context manager.
 
+    Waits for the GPU and can't be called while a CUDA graph is being captured.
+
     Args:
         group: a ProcessGroup; None: the default one.
         topology: instead of what A2A_TOPOLOGY names or detection finds; of the group's ranks.
@@ -273,7 +279,15 @@ def communicator(
         PeerTimeoutError: a rank of the group did not come; names it.
         UnsupportedError: this machine refuses what the transport needs; says what.
     """
-    group = _resolve_group(group, "communicator")
+    return _made(_resolve_group(group, "communicator"), topology, timeout, device)
+
+
+def _made(group: Any, topology: Topology | None, timeout: Any, device: Any, refused: str = "") -> Communicator:
+    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a2a: a communicator can't be made while a CUDA graph is captured, as memory is shared and the GPU waited for; "
+            "make it, or have the group's first a2a call on CUDA tensors, before the capture"
+        )
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if seconds is not None and not seconds > 0:
         raise ValueError(f"communicator: timeout={timeout} must be positive")
@@ -281,20 +295,30 @@ def communicator(
     serial = next(_serials.setdefault(group, itertools.count()))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     exchange = _group_exchange(group, f"a2a/{serial}", rank, world_size, limit)
-    return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group, device=device)
+    return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group, device=device,
+                        refused=refused)  # fmt: skip
 
 
-def implicit(group: Any, op: str = "a2a", device_type: str = "cpu") -> Communicator:
+def implicit(group: Any, op: str = "a2a", device_type: str = "cpu", device: Any = None) -> Communicator:
     """The communicator that belongs to `group` and kind of device; made now (collectively) if there is none.
 
-    `op`: for errors.
+    Where the machine refuses what a transport needs, which all ranks find out together, it has none, and torch.distributed
+    serves; a warning says so once, `stats()` always.
+
+    Args:
+        op: for errors.
+        device: which one, where it isn't the current one.
     """
     group = _resolve_group(group, op)
     key = implicit_key(group, device_type)
     known = _implicit.get(key)
     if known is not None and known[0]() is group and not known[1]._closed:
         return known[1]
-    comm = communicator(group, device=device_type)
+    try:
+        comm = _made(group, None, None, device or device_type)
+    except UnsupportedError as error:
+        _log.warning("a2a: torch.distributed serves %s tensors of this group instead: %s", device_type, error)
+        comm = _made(group, None, None, device or device_type, refused=str(error))
     _implicit[key] = (weakref.ref(group, lambda _: _forget(key)), comm)
     return comm
 
@@ -339,6 +363,10 @@ def _group_timeout(group: Any, device: Any) -> float:
         return timeout.total_seconds()
     except (AttributeError, RuntimeError, NotImplementedError):
         return DEFAULT_TIMEOUT_S
+
+
+def _gpu_uuid(device: torch.device) -> str | None:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _place_in_job(group: Any) -> dict[str, Any]:

@@ -44,6 +44,9 @@ _MEANING = {
     "A2A_CACHE_DIR": "folder for measured costs and compiled kernels (default: ~/.cache/a2a)",
 }
 
+# Variables of others that keep NVLink multicast from being used, and the value with which they do.
+_MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -100,6 +103,12 @@ def launch(env: Mapping[str, str] | None = None) -> Launch:
                 master_port=int(port) if port else None,
             )
     return Launch()
+
+
+def multicast_variables(env: Mapping[str, str] | None = None) -> list[tuple[str, str, bool]]:
+    """List (variable, value or "unset", whether it forbids NVLink multicast) for those that can."""
+    env = os.environ if env is None else env
+    return [(name, env.get(name, "unset"), env.get(name) == off) for name, off in _MULTICAST_OFF.items()]
 
 
 def describe(env: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:

@@ -27,6 +27,8 @@ from a2a.work import Work
 # communicator.
 _PLANNED_BYTES = 1 << 20
 _MOST_PREPARED = 1024
+_CPU = torch.device("cpu")
+_DLPACK_CUDA = 2  # DLPack's number for CUDA memory
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_compiling
 _profiling = torch._C._autograd._profiler_enabled
@@ -44,8 +46,10 @@ def all_to_all_single(
 
     Args:
         output, input: any dtype (the same), any strides, at least one dimension, on the group's device; torch tensors, NumPy
-            arrays or anything with DLPack. `output` is overwritten. Tensors of `Communicator.empty` are stored to and
-            loaded from directly; others are staged.
+            arrays, CuPy arrays or anything else with `__dlpack__` or `__cuda_array_interface__`. `output` is overwritten.
+            Tensors of `Communicator.empty` are stored to and loaded from directly; others are staged. On a GPU the call is
+            part of torch's current stream, which first waits for the stream that an array says it is made on; let its
+            library use that stream too (`cupy.cuda.ExternalStream`) or wait for it before it touches the arrays again.
         output_split_sizes, input_split_sizes: rows of dimension 0 from and to each rank; a sequence, NumPy array or
             tensor; None or empty: even. Zeros are fine, and either may be given without the other.
         group: a ProcessGroup, a Communicator, or None for the default group.
@@ -108,11 +112,14 @@ def all_to_all(
 
 def _comm(group: Any, op: str, tensor: Any) -> Communicator:
     world = torch.distributed.group.WORLD if group is None else group
-    device_type = "cuda" if getattr(tensor, "is_cuda", False) else "cpu"
-    known = _implicit.get(id(world) if device_type == "cpu" else implicit_key(world, device_type))
+    if isinstance(tensor, torch.Tensor):
+        device = tensor.device if tensor.is_cuda else _CPU
+    else:
+        device = _device_of(tensor)
+    known = _implicit.get(id(world) if device is _CPU else implicit_key(world, device.type))
     if known is not None and known[0]() is world and not known[1]._closed:
         return known[1]
-    return implicit(world, op, device_type)
+    return implicit(world, op, device.type, device)
 
 
 def _traced(name: str, *args: Any) -> Work | None:
@@ -138,7 +145,7 @@ def _all_to_all_single(
     comm.check_open(op)
     algorithm = _algorithm(comm)
     try:
-        out, inp = _tensor(output, f"{op}: output"), _tensor(input, f"{op}: input")
+        out, inp = _tensor(output, f"{op}: output", comm.device), _tensor(input, f"{op}: input", comm.device)
         _check_pair(op, comm, out, inp)
         for which, tensor in (("output", out), ("input", inp)):
             if tensor.dim() == 0:
@@ -168,7 +175,8 @@ def _all_to_all_single(
     else:
         outputs, inputs = list(torch.split(target, out_rows)), list(torch.split(source, in_rows))
         if async_op:
-            return algorithm.submit(comm, request, outputs, inputs, op, [out], finish)
+            work = algorithm.submit(comm, request, outputs, inputs, op, [out], finish)
+            return work if out is output and inp is input else work.holding(comm, [out, inp])
         algorithm.run(comm, request, outputs, inputs, op)
     finish()
     return None
@@ -181,8 +189,8 @@ def _all_to_all_list(
     comm.check_open(op)
     algorithm = _algorithm(comm)
     try:
-        outputs = _tensors(op, "output_tensor_list", output_list, comm.world_size)
-        inputs = _tensors(op, "input_tensor_list", input_list, comm.world_size)
+        outputs = _tensors(op, "output_tensor_list", output_list, comm)
+        inputs = _tensors(op, "input_tensor_list", input_list, comm)
         for rank, (out, inp) in enumerate(zip(outputs, inputs, strict=True)):
             _check_pair(f"{op}: piece {rank}", comm, out, inp)
             if inp.dtype != inputs[0].dtype:
@@ -207,7 +215,9 @@ def _all_to_all_list(
             pair[2]()
 
     if async_op:
-        return algorithm.submit(comm, request, targets, sources, op, outputs, finish)
+        work = algorithm.submit(comm, request, targets, sources, op, outputs, finish)
+        own = all(isinstance(value, torch.Tensor) for value in (*output_list, *input_list))
+        return work if own else work.holding(comm, [*outputs, *inputs])
     algorithm.run(comm, request, targets, sources, op)
     finish()
     return None
@@ -226,7 +236,15 @@ def _refuse(comm: Communicator, algorithm: AllToAll, op: str, error: Exception, 
     algorithm.refuse(comm, request, f"{type(error).__name__}: {error}", async_op)
 
 
-def _tensor(value: Any, what: str) -> torch.Tensor:
+def _device_of(array: Any) -> torch.device:
+    """Where an array of another library lies; what does not say so is taken for memory of the CPU."""
+    if hasattr(array, "__dlpack_device__"):
+        kind, index = array.__dlpack_device__()
+        return torch.device("cuda", index) if int(kind) == _DLPACK_CUDA else _CPU
+    return torch.device("cuda") if hasattr(array, "__cuda_array_interface__") else _CPU
+
+
+def _tensor(value: Any, what: str, device: torch.device) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
@@ -238,16 +256,36 @@ def _tensor(value: Any, what: str) -> torch.Tensor:
             warnings.simplefilter("ignore")
             return torch.from_numpy(value)
     if hasattr(value, "__dlpack__"):
-        return torch.utils.dlpack.from_dlpack(value)
-    raise TypeError(f"{what} must be a torch tensor, a NumPy array or an object with __dlpack__; got {type(value)}")
+        return torch.utils.dlpack.from_dlpack(value)  # which has the array's stream waited for
+    if hasattr(value, "__cuda_array_interface__") and device.type == "cuda":
+        return _from_cuda_array_interface(value, what, device)
+    raise TypeError(
+        f"{what} must be a torch tensor, a NumPy array or an object with __dlpack__ or, on GPUs, __cuda_array_interface__; "
+        f"got {type(value)}"
+    )
 
 
-def _tensors(op: str, name: str, values: Any, world_size: int) -> list[torch.Tensor]:
+def _from_cuda_array_interface(array: Any, what: str, device: torch.device) -> torch.Tensor:
+    told = array.__cuda_array_interface__
+    if "output" in what and told["data"][1]:
+        raise ValueError(f"{what} is a read-only array")
+    tensor = torch.as_tensor(array, device=device)
+    if tensor.numel() and tensor.data_ptr() != told["data"][0]:
+        raise ValueError(f"{what} is on another GPU than this communicator's {device}")
+    stream = told.get("stream")
+    if stream is not None:  # torch does not look at it; 1 is the default stream, 2 a thread's own
+        made_on = torch.cuda.default_stream(device) if stream == 1 else torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(device).wait_stream(made_on)
+    return tensor
+
+
+def _tensors(op: str, name: str, values: Any, comm: Communicator) -> list[torch.Tensor]:
+    world_size = comm.world_size
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise TypeError(f"{op}: {name} must be a list of tensors; got {type(values)}")
     if len(values) != world_size:
         raise ValueError(f"{op}: {name} has {len(values)} tensors; a group of {world_size} ranks needs {world_size}")
-    return [_tensor(value, f"{op}: {name}[{rank}]") for rank, value in enumerate(values)]
+    return [_tensor(value, f"{op}: {name}[{rank}]", comm.device) for rank, value in enumerate(values)]
 
 
 def _check_pair(op: str, comm: Communicator, out: torch.Tensor, inp: torch.Tensor) -> None:
@@ -255,9 +293,7 @@ def _check_pair(op: str, comm: Communicator, out: torch.Tensor, inp: torch.Tenso
         raise TypeError(f"{op}: output tensor must have the same type as input tensor; got {out.dtype} and {inp.dtype}")
     for which, tensor in (("output", out), ("input", inp)):
         if tensor.device != comm.device:
-            raise ValueError(
-                f"{op}: {which} is on {tensor.device}, but this communicator serves {comm.device_type} tensors"
-            )
+            raise ValueError(f"{op}: {which} is on {tensor.device}, but this communicator serves {comm.device} tensors")
         if tensor.layout != torch.strided:
             raise ValueError(f"{op}: {which} is {tensor.layout}; only strided (dense) tensors can be exchanged")
         if tensor.is_quantized:

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +90,10 @@ class Work:
 
     # ---- for the communicator
 
+    def holding(self, comm: Communicator, tensors: list[torch.Tensor]) -> Work:
+        """This work, which keeps also these tensors of other libraries' memory until it is done."""
+        return self  # it keeps all its tensors
+
     def _settle(self, seconds: float) -> bool:
         """Take over the result if it is there within `seconds`."""
         if not self._lock.acquire(blocking=seconds > 0):
@@ -156,6 +160,19 @@ class StreamWork(DoneWork):
     def __init__(self, outputs: list[torch.Tensor], done: torch.cuda.Event, device: torch.device) -> None:
         super().__init__(outputs)
         self._done, self._device = done, device
+        self._held: list[torch.Tensor] = []  # torch's allocator knows which streams use its memory, but of no other
+
+    def holding(self, comm: Communicator, tensors: list[torch.Tensor]) -> Work:
+        if not torch.cuda.is_current_stream_capturing():  # what a graph uses, its user keeps; and events can't be asked
+            self._held, self._comm = tensors, comm
+            comm.keep(self)
+        return self
+
+    def _settle(self, seconds: float) -> bool:
+        if self._held and self._done.query():  # type: ignore[no-untyped-call]
+            self._held = []
+            self._comm.forget(self)
+        return True
 
     def is_completed(self) -> bool:
         return bool(self._done.query())  # type: ignore[no-untyped-call]
@@ -175,3 +192,27 @@ class StreamWork(DoneWork):
                 self.wait()
                 self._future.set_result(self._outputs)
         return self._future
+
+
+class Aside:
+    """Where calls of another engine run beside their caller: on a GPU, on a stream of their own; on a CPU they block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+
+    def run(self, call: Callable[[], None], outputs: list[torch.Tensor], used: Iterable[torch.Tensor]) -> Work:
+        """Make the call, which is ordered after the current stream's work, and return what stands for it.
+
+        `used`: tensors whose memory it needs, dropped by the caller or not.
+        """
+        if self._stream is None:
+            call()
+            return DoneWork(outputs)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            call()
+            done = self._stream.record_event()
+        for tensor in used:
+            tensor.record_stream(self._stream)
+        return StreamWork(outputs, done, self._device)

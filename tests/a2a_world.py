@@ -64,7 +64,10 @@ def served(group: dist.ProcessGroup | None = None) -> int:
     """How many calls a2a has run for this group; also asserts that none was handed over."""
     stats = (group or default_group()).stats()
     assert stats["handed_over"] == {}
-    return 0 if stats["communicator"] is None else stats["communicator"]["collectives"]
+    for comm in stats["communicators"].values():
+        assert comm["handed_over"] == {}
+        assert comm["transport"] is not None
+    return sum(stats["calls"].values())
 
 
 def sent(dtype: torch.dtype = torch.float32, rows: int = 2) -> torch.Tensor:

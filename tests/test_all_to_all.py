@@ -22,6 +22,7 @@ from exchange_cases import (
     allocate,
     assert_same_bits,
     even_splits,
+    fill_freed_memory,
     pattern,
     random_splits,
 )
@@ -226,6 +227,11 @@ def arrays_of(library: str) -> None:
         output = torch.from_numpy(theirs[..., 1].copy())
     elif library == "dlpack":
         a2a.all_to_all_single(OnlyDLPack(output), OnlyDLPack(input), exchange.received(rank), exchange.sent(rank))
+    elif library == "asynchronous":
+        sent, received = exchange.sent(rank), exchange.received(rank)
+        work = a2a.all_to_all_single(OnlyDLPack(output), OnlyDLPack(input.clone()), received, sent, async_op=True)
+        fill_freed_memory(input.numel() * 8)  # the arrays are gone; what they share with torch must not be
+        work.wait()
     elif library == "lists":
         outputs = [np.full((rows, 4), -1.0) for rows in exchange.received(rank)]
         a2a.all_to_all(outputs, [OnlyDLPack(exchange.block(rank, target)) for target in range(2)])
@@ -430,7 +436,7 @@ def test_more_than_two_gib_to_one_rank(world: World, symmetric: bool) -> None:
     world.run(past_two_gib, symmetric=symmetric)
 
 
-@pytest.mark.parametrize("library", ["numpy", "strided numpy", "dlpack", "lists"])
+@pytest.mark.parametrize("library", ["numpy", "strided numpy", "dlpack", "asynchronous", "lists"])
 def test_arrays_of_other_libraries_are_read_and_written_in_place(world: World, library: str) -> None:
     world.run(arrays_of, library=library)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 import a2a
+from a2a import comm, transport
 from a2a.integrations import c10d_backend
 from a2a_world import A2AWorld, default_group, exchange, received, same, sent, served
 
@@ -24,7 +25,18 @@ from a2a_world import A2AWorld, default_group, exchange, received, same, sent, s
 
 def test_importing_a2a_registers_the_backend() -> None:
     assert dist.Backend("a2a") == "a2a"
-    assert dist.BackendConfig("a2a").get_device_backend_map() == {"cpu": "a2a"}
+    devices = ["cpu", "cuda"] if torch.version.cuda else ["cpu"]
+    assert dist.BackendConfig("a2a").get_device_backend_map() == dict.fromkeys(devices, "a2a")
+
+
+def test_what_torch_was_asked_for_is_read_from_its_frame() -> None:
+    def torchs_function(config: dist.BackendConfig, device_id: torch.device | None) -> Any:
+        return c10d_backend._requested()
+
+    device = torch.device("cuda", 1)
+    asked = torchs_function(dist.BackendConfig(dist.Backend("cpu:gloo,cuda:a2a")), device)
+    assert asked == ({"cpu": "gloo", "cuda": "a2a"}, device)
+    assert torchs_function(dist.BackendConfig(dist.Backend("cuda:a2a")), None) == ({"cuda": "a2a"}, None)
 
 
 def check_backend_string(cpu_is_a2as: bool) -> None:
@@ -419,13 +431,22 @@ class Records(logging.Handler):
 
 
 def check_no_shared_memory() -> None:
-    def refuse(_: dist.ProcessGroup) -> Any:
-        raise a2a.UnsupportedError("no memfd on this machine")
+    class Refusing(transport.Transport):
+        name = "cpu_shm"
+        device_type = "cpu"
+
+        @classmethod
+        def unavailable(cls, topology: a2a.Topology, device_type: str) -> None:
+            return None
+
+        @classmethod
+        def open(cls, wiring: Any) -> Any:
+            raise a2a.UnsupportedError("no memfd on this machine")
 
     heard = Records()
     logging.getLogger("a2a").addHandler(heard)
     group = dist.new_group()
-    original, c10d_backend.implicit = c10d_backend.implicit, refuse
+    original, comm.candidates = comm.candidates, lambda: [Refusing]
     try:
         for _ in range(3):
             exchange(group)
@@ -435,18 +456,15 @@ def check_no_shared_memory() -> None:
         for peer, output in enumerate(outputs):
             same(output, torch.full((rank + 1, 2), float(peer)))
     finally:
-        c10d_backend.implicit = original
+        comm.candidates = original
         logging.getLogger("a2a").removeHandler(heard)
-    assert group.stats() == {
-        "communicator": None,
-        "handed_over": {
-            "all_to_all_single, cpu: no memfd on this machine": 3,
-            "all_to_all, cpu: no memfd on this machine": 1,
-        },
-    }
+    told = group.stats()["communicators"]["cpu"]
+    assert told["transport"] is None
+    assert told["reasons"] == {"cpu_shm": "no memfd on this machine"}
+    assert told["handed_over"] == {"all_to_all_single": 3, "all_to_all": 1}
     warnings = [record.getMessage() for record in heard.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "go to gloo: no memfd on this machine" in warnings[0]
+    assert "torch.distributed serves cpu tensors of this group instead: no memfd on this machine" in warnings[0]
 
 
 def test_without_shared_memory_gloo_serves_and_one_warning_says_why(two: A2AWorld) -> None:
@@ -476,7 +494,7 @@ def check_baseline(environment: dict[str, str]) -> None:
             del os.environ[name]
         logging.getLogger("a2a").removeHandler(heard)
         logging.getLogger("a2a").setLevel(logging.NOTSET)
-    assert sum(group.stats()["communicator"]["handed_over"].values()) == 5
+    assert sum(group.stats()["communicators"]["cpu"]["handed_over"].values()) == 5
     if "A2A_TOPOLOGY" in environment:
         told = [text for record in heard.records if "go to gloo" in (text := record.getMessage())]
         assert len(told) == 1

@@ -119,7 +119,8 @@ class _Prepared:
     def call(self, address: int, output: int, input: int) -> int:
         launcher = self._launcher
         stream = _get_stream(self.device)  # type: ignore[misc]
-        launcher.transport.stream(stream)
+        if stream != launcher.transport.last_stream:
+            launcher.transport.follow(stream)
         result: int = launcher.launch(address, stream, output, input)
         return result
 

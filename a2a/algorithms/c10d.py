@@ -1,18 +1,21 @@
 """The baseline: what torch.distributed does with the group's own engine (gloo, NCCL, MPI).
 
-It takes what nothing else here can: groups that span domains, devices without a transport. The functions are captured when
-a2a is imported, so that `a2a.patched()` can't send a request round in a circle. It promises no order of reduction.
+It takes what nothing else here can: groups that span domains, devices without a transport. Everything goes as bytes in one
+flat call, since engines differ in the dtypes, strides and lists that they take; pieces that lie one after the other, as
+those of one tensor do, are sent and received where they are. The functions are captured when a2a is imported, so that
+`a2a.patched()` can't send a request round in a circle.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from a2a.algorithms.base import AllToAll, Cost, Request
-from a2a.work import DoneWork, Work
+from a2a.work import Aside, Work
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
@@ -38,6 +41,9 @@ class AllToAllC10d(AllToAll):
     name: ClassVar[str] = "c10d"
     deterministic: ClassVar[bool] = True
 
+    def __init__(self) -> None:
+        self._asides: weakref.WeakKeyDictionary[Communicator, Aside] = weakref.WeakKeyDictionary()
+
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
         if comm.group is None:
             return "this communicator was made without a process group"
@@ -55,18 +61,21 @@ class AllToAllC10d(AllToAll):
         """The engine has no way to say so; its own deadline must do."""
 
     def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor, op: str) -> None:
-        self.run(
-            comm,
-            request,
-            list(output.reshape(-1).chunk(comm.world_size)),
-            list(input.reshape(-1).chunk(comm.world_size)),
-            op,
-        )
+        originals["all_to_all_single"](_bytes(output), _bytes(input), group=comm.group)
+        comm.handed_over[op] = comm.handed_over.get(op, 0) + 1
 
     def run(
         self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: str
     ) -> None:
-        self.submit(comm, request, outputs, inputs, op, outputs, None)
+        send, receive = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
+        sizes, source, target = [t.numel() for t in receive], _together(send), _together(receive)
+        into = torch.empty(sum(sizes), dtype=torch.uint8, device=outputs[0].device) if target is None else target
+        source = torch.cat(send) if source is None else source
+        originals["all_to_all_single"](into, source, sizes, [t.numel() for t in send], group=comm.group)
+        if target is None:
+            for part, piece in zip(receive, torch.split(into, sizes), strict=True):
+                part.copy_(piece)
+        comm.handed_over[op] = comm.handed_over.get(op, 0) + 1
 
     def submit(
         self,
@@ -78,18 +87,14 @@ class AllToAllC10d(AllToAll):
         result: list[torch.Tensor],
         finish: Any,
     ) -> Work:
-        # As bytes, in one flat call: engines differ in the dtypes, strides and lists that they take.
-        send, receive = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
-        into = torch.empty(sum(t.numel() for t in receive), dtype=torch.uint8, device=outputs[0].device)
-        originals["all_to_all_single"](
-            into, torch.cat(send), [t.numel() for t in receive], [t.numel() for t in send], group=comm.group
-        )
-        for part, piece in zip(receive, torch.split(into, [t.numel() for t in receive]), strict=True):
-            part.copy_(piece)
-        if finish is not None:
-            finish()
-        comm.handed_over[op] = comm.handed_over.get(op, 0) + 1
-        return DoneWork(result)
+        def call() -> None:
+            self.run(comm, request, outputs, inputs, op)
+            if finish is not None:
+                finish()
+
+        if comm not in self._asides:
+            self._asides[comm] = Aside(comm.device)
+        return self._asides[comm].run(call, result, (*outputs, *inputs, *result))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,3 +103,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel()
         else torch.empty(0, dtype=torch.uint8, device=tensor.device)
     )
+
+
+def _together(pieces: list[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over pieces of bytes that lie one after the other in one storage; None: they don't."""
+    there = [piece for piece in pieces if piece.numel()]
+    if not there:
+        return pieces[0]
+    end, storage = there[0].data_ptr(), there[0].untyped_storage().data_ptr()
+    for piece in there:
+        if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != storage:
+            return None
+        end += piece.numel()
+    return there[0].as_strided((end - there[0].data_ptr(),), (1,))

@@ -114,11 +114,14 @@ def topo(
         ),
     ] = None,
     plot: Plot = None,
+    device: Annotated[
+        str, typer.Option(help="cpu: who shares the host's memory; cuda: whose GPUs reach each other, rank r on GPU r.")
+    ] = "cpu",
 ) -> int:
     """Which ranks can load and store each other's memory, and how fast the links are."""
     from a2a.cli import topo as command
 
-    return command.run(topology, ranks, json, plot)
+    return command.run(topology, ranks, json, plot, device)
 
 
 @app.command()

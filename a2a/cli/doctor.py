@@ -17,28 +17,19 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from a2a.cli import show
+from a2a.cli import doctor_gpu, show
+from a2a.cli.facts import Fact, ask
 from a2a.cli.ranks import find_mpi
 from a2a.config import describe, launch
 
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
 FUTEX_WAKE = 1
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One line. `state`: "ok", "off" (absent, and nothing is wrong with that) or "bad" (something a2a needs is missing)."""
-
-    state: str
-    name: str
-    text: str
-    fix: str = ""
+CAP_SYS_PTRACE = 19
 
 
 def run() -> int:
@@ -52,7 +43,7 @@ def run() -> int:
         table.add_column(no_wrap=True)
         table.add_column(min_width=8)
         table.add_column(overflow="fold")
-        for fact in _safely(title, facts) or [Fact("off", title.lower(), "none found")]:
+        for fact in ask(title.lower(), facts) or [Fact("off", title.lower(), "none found")]:
             mark, style = marks[fact.state]
             text = Text(fact.text)
             if fact.fix:
@@ -66,18 +57,6 @@ def run() -> int:
     else:
         out.print("[bold green]Nothing here keeps a2a from working.[/bold green]")
     return 0
-
-
-def _safely(title: str, facts: Callable[[], Iterator[Fact]]) -> list[Fact]:
-    """The facts of a section; an unforeseen error becomes one more of them."""
-    found: list[Fact] = []
-    try:
-        found.extend(facts())
-    except ImportError as error:  # told, with its fix, under "Software"
-        found.append(Fact("off", title.lower(), f"could not be asked: {error}"))
-    except Exception as error:
-        found.append(Fact("bad", title.lower(), f"could not be asked: {type(error).__name__}: {error}"))
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- sections
@@ -148,22 +127,20 @@ def _cpu() -> Iterator[Fact]:
 
 
 def _shared_memory() -> Iterator[Fact]:
-    blocked = "the sandbox or seccomp profile forbids it; allow it, or run elsewhere"
-    for name, probe, why in (
-        ("memfd", _try_memfd, "memory that ranks share"),
-        (
-            "sockets",
-            _try_sockets,
-            "abstract Unix sockets that pass file descriptors: how ranks hand memory to each other",
-        ),
-        ("futex", _try_futex, "how a rank sleeps while it waits"),
-        ("pidfd", _try_pidfd, "how the death of a rank is noticed at once"),
-    ):
+    for name, probe, why, needed in (
+        ("memfd", _try_memfd, "memory that ranks share", "memfd_create"),
+        ("sockets", _try_sockets, "abstract Unix sockets that pass file descriptors: how ranks hand memory, GPUs' too, to "
+         "each other", "socket(AF_UNIX) and sendmsg with SCM_RIGHTS"),
+        ("futex", _try_futex, "how a rank sleeps while it waits", "futex"),
+        ("pidfd", _try_pidfd, "how the death of a rank is noticed at once", "pidfd_open"),
+    ):  # fmt: skip
         try:
             probe()
             yield Fact("ok", name, f"works ({why})")
         except Exception as error:
-            yield Fact("bad", name, f"does not work: {error} ({why})", blocked)
+            fix = f"the sandbox or seccomp profile must allow {needed} (docker: --security-opt seccomp=PROFILE)"
+            yield Fact("bad", name, f"does not work: {error} ({why})", fix)
+    yield from ask("reading", lambda: iter([_reading()]))
     yield _huge_pages()
     try:
         status = os.statvfs("/dev/shm")
@@ -215,6 +192,27 @@ def _try_pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
 
+def _reading(root: Path = Path("/")) -> Fact:
+    """Whether ranks may read each other's ordinary memory. Both who forbids it and what allows it have names."""
+    why = "how large ordinary tensors of CPU ranks are copied once instead of twice"
+    word, copy = ctypes.c_uint64(7), ctypes.c_uint64()
+    vectors = [(ctypes.c_size_t * 2)(ctypes.addressof(value), 8) for value in (copy, word)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.process_vm_readv(os.getpid(), vectors[0], 1, vectors[1], 1, 0) != 8:
+        fix = "the seccomp profile must allow process_vm_readv (docker: --cap-add SYS_PTRACE does it)"
+        return Fact("off", "reading", f"process_vm_readv does not work: {os.strerror(ctypes.get_errno())} ({why})", fix)
+    try:
+        scope = int((root / "proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        scope = 0
+    held = [line.split()[1] for line in (root / "proc/self/status").read_text().splitlines() if line[:7] == "CapEff:"]
+    may_trace = bool(held) and bool(int(held[0], 16) >> CAP_SYS_PTRACE & 1)
+    if scope and not may_trace:
+        fix = "give the ranks CAP_SYS_PTRACE (docker: --cap-add SYS_PTRACE), or as root: sysctl kernel.yama.ptrace_scope=0"
+        return Fact("off", "reading", f"forbidden between ranks by kernel.yama.ptrace_scope={scope} ({why})", fix)
+    return Fact("ok", "reading", f"process_vm_readv works ({why})")
+
+
 def _huge_pages() -> Fact:
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
@@ -231,43 +229,6 @@ def _huge_pages() -> Fact:
             "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
         )
     return Fact("ok", "huge pages", f"for shared memory: {chosen}")
-
-
-def _gpu() -> Iterator[Fact]:
-    import torch
-
-    if torch.version.cuda is None:
-        yield Fact("off", "gpu", f"torch {torch.__version__} is a build without CUDA; a2a uses the CPU")
-        return
-    try:
-        count = torch.cuda.device_count()
-    except Exception as error:
-        count, reason = 0, f": {error}"
-    else:
-        reason = ""
-    if not count:
-        yield Fact(
-            "off", "gpu", f"torch is built for CUDA {torch.version.cuda} and sees no GPU{reason}; a2a uses the CPU"
-        )
-        return
-    for index in range(count):
-        about = torch.cuda.get_device_properties(index)
-        yield Fact(
-            "ok",
-            f"gpu {index}",
-            f"{about.name}, sm_{about.major}{about.minor}, {about.multi_processor_count} SMs, "
-            f"{about.total_memory / 2**30:.0f} GiB",
-        )
-    for first in range(count):
-        apart = [
-            str(other)
-            for other in range(count)
-            if other != first and not torch.cuda.can_device_access_peer(first, other)
-        ]
-        if apart:
-            yield Fact(
-                "off", f"gpu {first}", f"has no peer access to {', '.join(apart)}: exchanges with them go through NCCL"
-            )
 
 
 def _launchers() -> Iterator[Fact]:
@@ -320,7 +281,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Fact]]] = {
     "Software": _software,
     "Processor": _cpu,
     "Shared memory": _shared_memory,
-    "GPUs": _gpu,
+    "GPUs": doctor_gpu.facts,
     "Launchers": _launchers,
     "Transports": _transports,
     "Algorithms": _algorithms,

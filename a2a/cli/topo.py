@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from a2a.cli import show
+from a2a.cli.doctor_gpu import Machine
 from a2a.cli.ranks import Emit, run_ranks
 from a2a.config import config, launch
+from a2a.errors import UnsupportedError
+from a2a.topology.libcuda import LibCuda
+from a2a.topology.nvml import NvmlError
 
 if TYPE_CHECKING:
     from a2a.topology import Topology
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 64  # of domains; larger topologies are cut in the middle
 
 
-def run(given: str | None, ranks: int | None, json_path: str | None, plot: Path | None) -> int:
+def run(given: str | None, ranks: int | None, json_path: str | None, plot: Path | None, device: str = "cpu") -> int:
     """Detect (or load) a topology and show it; returns the exit code."""
     from a2a.topology import Topology, resolve
 
@@ -25,17 +29,19 @@ def run(given: str | None, ranks: int | None, json_path: str | None, plot: Path 
     if given is not None:
         found.append(Topology.load(given))
     elif ranks in (None, 1) and launch().world_size == 1:
-        found.append(resolve(_alone, 0, 1, config().topology))
+        found.append(resolve(_alone, 0, 1, config().topology, gpu_uuid=_gpu(device, 0)))
     else:
-        run_ranks(work, None, ranks, lambda message: found.append(Topology.from_json(message["topology"])))
+        run_ranks(work, device, ranks, lambda message: found.append(Topology.from_json(message["topology"])))
     for topology in found:  # none on a rank other than 0, under a launcher
         _show(topology, json_path, plot)
         if given is None and topology.world_size == 1 and json_path is None:
             show.console().print("One process alone; --ranks N, or your launcher, shows how several are grouped.")
+        if given is None and json_path is None:
+            _show_gpus()
     return 0
 
 
-def work(_: None, emit: Emit) -> None:
+def work(device: str, emit: Emit) -> None:
     """Find out the topology together; on each rank."""
     import torch.distributed as dist
 
@@ -46,8 +52,37 @@ def work(_: None, emit: Emit) -> None:
         dist.all_gather_object(payloads, (tag, payload))
         return [item for _, item in payloads]
 
-    topology = resolve(exchange, dist.get_rank(), dist.get_world_size(), config().topology)
+    started, rank = launch(), dist.get_rank()
+    uuid = _gpu(device, started.local_rank if started.launcher else rank)
+    topology = resolve(exchange, rank, dist.get_world_size(), config().topology, gpu_uuid=uuid)
     emit({"topology": topology.to_json()})
+
+
+def _gpu(device: str, local_rank: int) -> str | None:
+    """The UUID of the GPU that a rank takes; None for the CPU."""
+    if device == "cpu":
+        return None
+    if device != "cuda":
+        raise ValueError(f"--device {device}: expected cpu or cuda")
+    try:
+        uuids = LibCuda().uuids()
+    except OSError as error:
+        raise UnsupportedError(f"--device cuda: {error}. See `a2a doctor`") from error
+    return uuids[local_rank % len(uuids)]
+
+
+def _show_gpus() -> None:
+    """The GPUs that this process sees, if there are any."""
+    try:
+        gpus = Machine().gpus()
+    except NvmlError:
+        return
+    rows = []
+    for index, gpu in enumerate(gpus):
+        links = f"{gpu.links} x {gpu.link_GBps:g} GB/s" if gpu.links else "-"
+        rows.append([str(index), gpu.name or "-", links, gpu.fabric or "-", gpu.uuid])
+    if rows:
+        show.print_table(show.console(), ["gpu", "model", "NVLink", "fabric", "uuid"], rows, title="GPUs here", left=5)
 
 
 def _alone(_: str, payload: bytes) -> list[bytes]:
@@ -64,7 +99,7 @@ def _show(topology: Topology, json_path: str | None, plot: Path | None) -> None:
         [
             str(index),
             _ranks(domain.ranks),
-            domain.kind,
+            domain.gpu or domain.kind,
             domain.host or "-",
             domain.rack or "-",
             str(domain.cores or "-"),

@@ -1,7 +1,9 @@
 """Backend "a2a" of torch.distributed: a process group whose all-to-alls are a2a's and whose other methods are torch's.
 
     import a2a
-    dist.init_process_group("a2a")            # or new_group(backend="a2a"), "cpu:a2a", "cpu:gloo,cuda:a2a"
+    dist.init_process_group("a2a")            # or new_group(backend="a2a"), "cuda:a2a", "cpu:gloo,cuda:a2a"
+
+"a2a" alone stands for the CPU and, where torch is built for CUDA, GPUs: each kind of tensor has its own communicator.
 
 Decisions:
 
@@ -14,9 +16,12 @@ Decisions:
 * **What a2a gives back to torch arrives here a second time**, within the first call, since its baseline runs on the same
   group. That one goes to `native`, as does what a2a can't serve at all.
 * **The backend string is read from torch's frame** (`_requested`): torch doesn't pass it on and files it only later.
-* **The communicator is made at the first all-to-all**, in which every rank of the group takes part anyway. Making a group
-  stays cheap, and one that exchanges no tokens has no shared memory.
+* **A communicator is made at the first all-to-all** of its kind of tensors, in which every rank of the group takes part
+  anyway. Making a group stays cheap, and one that exchanges no tokens has no shared memory. So a group's first all-to-all
+  can't be in a CUDA graph.
 * **Handing over depends only on what is equal on all ranks**: the device type, the backend string, how the set-up went.
+* **`device_id` binds the inner backends**, not the group: torch would split the parent's NCCL communicator for a new group,
+  and ranks outside the group would wait there for members that don't.
 * **torch renamed its methods in 2.13** (`alltoall_base` became `all_to_all_single`). Both are defined, as one function, and
   callers in C++ find either without a detour.
 * **All synchronous calls return one finished Work**, never None: C++ waits on what it gets.
@@ -42,7 +47,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from a2a.comm import Communicator, implicit
-from a2a.errors import UnsupportedError
 from a2a.integrations.c10d_inner import NAME, Setup, alltoall_in_one_call, make_inner
 from a2a.ops import all_to_all, all_to_all_single
 
@@ -52,7 +56,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # any other kind (FakeTensor, DTensor, ..
 # What `native` does, under the names that this torch has.
 DELEGATED = (
     *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced"),
-    *("allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "barrier", "broadcast", "gather"),
+    *("allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "broadcast", "gather"),
     *("reduce", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("reduce_scatter_tensor_coalesced", "scatter", "send", "recv", "recv_anysource"),
     *("_start_coalescing", "_end_coalescing"),
@@ -144,11 +148,15 @@ class A2AProcessGroup(dist.ProcessGroup):
         super().__init__(setup.rank, setup.world_size)  # type: ignore[call-arg]
         self._a2a_store = PrefixStore("a2a", setup.store)  # where the ranks meet for their communicator
         self.native = dist.ProcessGroup(PrefixStore("native", setup.store), setup.rank, setup.world_size)
+        if setup.device_id is not None:
+            self.native.bound_device_id = setup.device_id
+        self._device_id = setup.device_id
         self._inner = make_inner(setup)
         self._served = {device_type for device_type, name in setup.requested.items() if name == NAME}
         self._comms: dict[str, Communicator] = {}  # device type -> what serves it
         self._refusals: dict[str, str] = {}  # device type -> why nothing does
         self._handed_over: dict[str, int] = {}
+        self._calls = dict.fromkeys(self._served, 0)  # device type -> all-to-alls that its communicator took
         self._thread = threading.local()  # .inside: a call of a2a's is running on this thread
         self._done = _Done()
         self._shut = False
@@ -212,15 +220,28 @@ class A2AProcessGroup(dist.ProcessGroup):
             self._thread.inside = False
         return self._done
 
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]  # as above
+        """As `ProcessGroup.barrier`; one on GPUs takes the `device_id` that the group was made with."""
+        device = getattr(opts, "device", None)
+        if self._device_id is not None and device is not None and device.type == self._device_id.type:
+            opts.device = self._device_id
+        work: Work | None = self.native.barrier(*_given(opts))
+        return self._done if work is None else work
+
     def stats(self) -> dict[str, Any]:
         """What this group's all-to-alls have come to so far.
 
         Returns:
-            `communicator`: the communicator's own figures, None before the first all-to-all and where there is none;
-            `handed_over`: calls that went to the inner backend instead, counted by operation and reason.
+            `calls`: how many a2a took, by device type;
+            `communicators`: the figures of each device type's communicator, once it is made. Their own `handed_over` counts
+            calls among these that the planner gave to the inner backend, `reasons` says why there is no transport;
+            `handed_over`: calls that went to the inner backend at once, counted by operation and reason.
         """
-        comm = next(iter(self._comms.values()), None)
-        return {"communicator": None if comm is None else comm.stats(), "handed_over": dict(self._handed_over)}
+        return {
+            "calls": dict(self._calls),
+            "communicators": {device_type: comm.stats() for device_type, comm in self._comms.items()},
+            "handed_over": dict(self._handed_over),
+        }
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return NAME
@@ -247,33 +268,27 @@ class A2AProcessGroup(dist.ProcessGroup):
         if type(tensor) not in _PLAIN or getattr(self._thread, "inside", False):
             return None
         device_type = tensor.device.type
-        comm = self._comms.get(device_type)
-        return self._find(device_type) if comm is None else comm
+        comm = self._comms.get(device_type) or self._find(tensor.device)
+        if comm is not None:
+            self._calls[device_type] += 1
+        return comm
 
-    def _find(self, device_type: str) -> Communicator | None:
-        """The communicator for tensors on `device_type`, made at the first call; None if the inner backend serves them."""
+    def _find(self, device: torch.device) -> Communicator | None:
+        """The communicator for tensors on such a device, made at the first call; None: the inner backend serves them."""
+        device_type = device.type
         if self._shut:
             raise RuntimeError(f"process group {self.group_name!r} (backend a2a) was destroyed; make a new one")
         if device_type in self._refusals:
             return None
         comm: Communicator | None = None
-        reason, level = "the backend string gives them to another backend", logging.DEBUG
         if device_type in self._served:
-            try:
-                made = implicit(self)
-                reason, level = f"a2a moves {made.device_type} tensors here", logging.INFO
-                if made.device_type == device_type:
-                    comm, reason = made, "; ".join(f"{name}: {why}" for name, why in made.why_no_transport.items())
-            except UnsupportedError as error:
-                reason, level = str(error), logging.WARNING
-        if comm is None:
-            self._refusals[device_type] = reason
+            comm = self._comms[device_type] = implicit(self, device_type=device_type, device=device)
+            reason = "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
         else:
-            self._comms[device_type] = comm
+            reason = self._refusals[device_type] = "the backend string gives them to another backend"
         if comm is None or comm.transport is None:
             inner = self._inner.get(device_type)
-            _log.log(
-                level,
+            _log.info(
                 "process group %r (backend a2a), rank %d: all-to-alls of %s tensors go to %s: %s",
                 self.group_name,
                 self.rank(),
@@ -297,29 +312,39 @@ for _name in DELEGATED:
         setattr(A2AProcessGroup, _name, _delegated(_name))
 
 
-def _requested() -> dict[str, str]:
-    """Which backend each device type was asked to have; a2a on the CPU where torch's caller can't be found."""
+def _requested() -> tuple[dict[str, str], torch.device | None]:
+    """Which backend each device type was asked to have, and `device_id`; the defaults where torch's caller isn't found."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        for value in frame.f_locals.values():
+        names = frame.f_locals
+        for value in names.values():
             if isinstance(value, dist.BackendConfig):
-                return {device_type: str(name) for device_type, name in value.get_device_backend_map().items()}
+                devices, device_id = value.get_device_backend_map(), names.get("device_id")
+                device_id = device_id if isinstance(device_id, torch.device) else None
+                return {device_type: str(name) for device_type, name in devices.items()}, device_id
         frame = frame.f_back
-    return {"cpu": NAME}
+    return dict.fromkeys(_device_types(), NAME), None
+
+
+def _device_types() -> list[str]:
+    """What "a2a" alone stands for. Asks how torch was built, since asking for devices would start CUDA in each importer."""
+    return ["cpu"] if torch.version.cuda is None else ["cpu", "cuda"]
 
 
 def _create(options: Any, backend_options: object | None) -> A2AProcessGroup:
     """What torch calls for every group with this backend."""
+    requested, device_id = _requested()
     return A2AProcessGroup(
         Setup(
             store=options.store,
             rank=options.group_rank,
             world_size=options.group_size,
             timeout=options.timeout,
-            requested=_requested(),
+            requested=requested,
             group_name=options.group_id,
             global_ranks=options.global_ranks_in_group,
             options=backend_options,
+            device_id=device_id,
         )
     )
 
@@ -327,4 +352,4 @@ def _create(options: Any, backend_options: object | None) -> A2AProcessGroup:
 def register() -> None:
     """Make "a2a" a backend name of torch.distributed. `import a2a` does it; torch's entry point may do it again."""
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=_device_types())

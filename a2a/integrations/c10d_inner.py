@@ -31,6 +31,7 @@ class Setup:
     group_name: str = ""
     global_ranks: Sequence[int] = ()
     options: object | None = None
+    device_id: torch.device | None = None
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     Raises:
         UnsupportedError: a package or the sources are missing, or the compiler is too old; says what to do.
     """
-    nvrtc = _nvrtc()
+    nvrtc = compiler()
     folder = source_folder()
     version = ".".join(str(n) for n in _ok(nvrtc.nvrtcVersion(), "nvrtcVersion"))
     options = [*_OPTIONS, f"--gpu-architecture={arch}", *(f"-D{k}={v}" for k, v in sorted(defines.items()))]
@@ -149,7 +149,7 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     }
     source = (folder / "cuda" / f"{name}.cu").read_text()
     key = hashlib.sha256(repr((version, options, source, sorted(headers.items()), _HEADERS)).encode()).hexdigest()
-    cached = _cache_folder() / f"{name}-{arch}-{key}.cubin"
+    cached = cache_folder() / f"{name}-{arch}-{key}.cubin"
     try:
         return cached.read_bytes()
     except OSError:
@@ -219,7 +219,12 @@ def module(name: str, arch: str, defines: tuple[tuple[str, int], ...], context: 
     return Module(name, arch, dict(defines))
 
 
-def _nvrtc() -> Any:
+def compiler() -> Any:
+    """cuda-bindings' NVRTC module.
+
+    Raises:
+        UnsupportedError: it or the library is missing; says what to install.
+    """
     try:
         from cuda.bindings import nvrtc
 
@@ -243,9 +248,25 @@ def _ok(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where compiled kernels are kept."""
     chosen = config().cache_dir
     return (Path(chosen) if chosen else Path.home() / ".cache" / "a2a") / "kernels"
 
 
-__all__ = ["FAILED", "Call", "Module", "Step", "check", "compile_cubin", "driver", "lib", "module", "source_folder"]
+__all__ = [
+    *(
+        "FAILED",
+        "Call",
+        "Module",
+        "Step",
+        "cache_folder",
+        "check",
+        "compile_cubin",
+        "compiler",
+        "driver",
+        "lib",
+        "module",
+    ),
+    "source_folder",
+]

@@ -1,4 +1,4 @@
-"""Detection of CPU hosts: which ranks can share memory, proven rather than guessed.
+"""Detection of hosts: which ranks can share memory, proven rather than guessed. `gpu.py` divides them further by GPUs.
 
 Host names and `/dev/shm` are shared between containers, and a cloned virtual machine keeps its boot id, so equal facts prove
 nothing. Ranks with equal hints (kernel's boot id, network namespace) therefore try to reach each other through a Unix
@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from a2a.errors import MismatchError
+from a2a.topology.gpu import GpuFacts, assemble, gpu_facts
 from a2a.topology.host import HostFacts, cores_together, local_facts
 from a2a.topology.model import Domain, Topology
 from a2a.topology.presets import CPU_SCALE_OUT, CPU_SCALE_UP
@@ -54,19 +55,21 @@ def detect(
     world_size: int,
     *,
     facts: HostFacts | None = None,
+    gpu: GpuFacts | None = None,
     timeout_s: float = 10.0,
 ) -> Topology:
-    """Group the ranks into CPU domains: ranks proven to be on one kernel, as one user. Collective.
+    """Group the ranks into domains: proven to be on one kernel, as one user, or GPUs that reach each other. Collective.
 
     Args:
         exchange: the all-gather to use; may be None for one rank. Called with the tags "topology/facts" and, if any two
-            ranks look alike, "topology/offers" and "topology/verdicts".
+            ranks look alike, "topology/offers" and "topology/verdicts"; for GPUs also "topology/gpus".
         rank, world_size: this rank, and the number of ranks.
         facts: instead of this host's own; for tests.
+        gpu: this rank's GPU, if the topology shall be that of GPUs; on every rank or on none.
         timeout_s: how long this rank tries to reach others; what does not answer by then is another domain.
     Returns:
-        The same topology on every rank, with the CPU presets' links (measure them for better). `notes` says why ranks
-        that might have shared a domain do not.
+        The same topology on every rank, with the presets' or modelled links (measure them for better). `notes` says why
+        ranks that might have shared a domain do not.
     Raises:
         ValueError: rank, world_size or exchange do not fit together.
         MismatchError: a rank sent what this version of a2a can't read.
@@ -75,7 +78,7 @@ def detect(
         raise ValueError(f"Topology.detect: rank {rank} of world_size {world_size}; expected 0 <= rank < world_size")
     facts = facts or local_facts()
     if world_size == 1:
-        return _assemble([facts], [0], [])
+        return _assemble([facts], [0], []) if gpu is None else assemble([gpu], [0], [facts.hostname], [])
     if exchange is None:
         raise ValueError(f"Topology.detect: {world_size} ranks need an exchange to find each other; got None")
     everyone = [
@@ -96,10 +99,18 @@ def detect(
             if peer == rank:
                 for line in lines:
                     _log.warning("topology: %s", line)
+    if gpu is None:
+        topology = _assemble(everyone, hosts, notes)
+    else:
+        gpus = [
+            _read_payload(GpuFacts.from_json, payload, rank, peer)
+            for peer, payload in enumerate(_gather(exchange, "topology/gpus", gpu.to_json().encode(), world_size))
+        ]
+        topology = assemble(gpus, hosts, [theirs.hostname for theirs in everyone], notes)
     if rank == 0:
-        for note in notes:
+        for note in topology.notes:
             _log.info("topology: %s", note)
-    return _assemble(everyone, hosts, notes)
+    return topology
 
 
 def resolve(
@@ -110,6 +121,7 @@ def resolve(
     *,
     job_ranks: Sequence[int] | None = None,
     job_size: int | None = None,
+    gpu_uuid: str | None = None,
     timeout_s: float = 10.0,
 ) -> Topology:
     """Return the topology that the user asks for, or else the detected one. Collective.
@@ -119,6 +131,7 @@ def resolve(
         override: a file or preset (the value of A2A_TOPOLOGY), or None for detection. It describes the whole job.
         job_ranks: where the ranks of this group are a part of a larger job: their ranks there, in group order.
         job_size: the number of ranks of that job; `world_size` if not given.
+        gpu_uuid: of this rank's GPU, if GPUs shall be detected rather than hosts.
     Raises:
         ValueError: the override can't be loaded on some rank, or has another number of ranks than the job.
         MismatchError: the ranks were given different overrides, or only some were.
@@ -157,7 +170,11 @@ def resolve(
                 )
     if problem:
         raise ValueError(f"topology: {problem}")
-    return loaded if loaded is not None else detect(exchange, rank, world_size, timeout_s=timeout_s)
+    if loaded is not None:
+        return loaded
+    return detect(
+        exchange, rank, world_size, gpu=None if gpu_uuid is None else gpu_facts(gpu_uuid), timeout_s=timeout_s
+    )
 
 
 def _named(override: str | None) -> str:

@@ -22,6 +22,7 @@ A topology is plain data. Its JSON is meant to be written by hand as well as by 
       host        optional: the machine's name, for people; empty where a domain spans several machines
       rack        optional: the rack's name, for people
       cores       optional: CPU cores that the domain's ranks may use together; 0 or absent means unknown
+      gpu         optional: the GPUs' model, for people
     scale_up      the link between two ranks of a domain
     scale_out     the link between ranks of two domains (required even with one domain; copy a preset's)
       latency_us      time of an empty message, one way
@@ -82,6 +83,7 @@ class Domain:
     host: str = ""
     rack: str = ""
     cores: int = 0  # that its ranks may use together; 0: unknown
+    gpu: str = ""
 
     def __post_init__(self) -> None:
         ranks = tuple(sorted(operator.index(rank) for rank in self.ranks))
@@ -189,19 +191,30 @@ class Topology:
         for new, old in enumerate(members):
             kept.setdefault(self.domain_index(old), []).append(new)
         old_domains = ((self.domains[index], tuple(new)) for index, new in kept.items())
-        domains = tuple(Domain(new, d.kind, d.host, d.rack, d.cores) for d, new in old_domains)
+        domains = tuple(Domain(new, d.kind, d.host, d.rack, d.cores, d.gpu) for d, new in old_domains)
         return Topology(domains, self.scale_up, self.scale_out)
 
     # ---- where topologies come from and go to
 
     @classmethod
     def detect(
-        cls, exchange: Exchange | None = None, rank: int = 0, world_size: int = 1, *, timeout_s: float = 10.0
+        cls,
+        exchange: Exchange | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        gpu_uuid: str | None = None,
+        timeout_s: float = 10.0,
     ) -> Topology:
-        """Find out which ranks share a host; see `a2a.topology.detect.detect`. Without arguments: this process alone."""
-        from a2a.topology.detect import detect  # here, since detect.py builds on this module
+        """Find out which ranks share memory; see `a2a.topology.detect.detect`. Without arguments: this process alone.
 
-        return detect(exchange, rank, world_size, timeout_s=timeout_s)
+        `gpu_uuid`: of this rank's GPU; with it, GPUs' memory instead of the hosts'.
+        """
+        from a2a.topology.detect import detect  # here, since detect.py and gpu.py build on this module
+        from a2a.topology.gpu import gpu_facts
+
+        gpu = None if gpu_uuid is None else gpu_facts(gpu_uuid)
+        return detect(exchange, rank, world_size, gpu=gpu, timeout_s=timeout_s)
 
     @classmethod
     def load(cls, path_or_preset: str | Path) -> Topology:
@@ -244,7 +257,9 @@ class Topology:
         domains = []
         for domain in self.domains:
             entry: dict[str, object] = {"ranks": list(domain.ranks), "kind": domain.kind}
-            entry.update((name, getattr(domain, name)) for name in ("host", "rack", "cores") if getattr(domain, name))
+            entry.update(
+                (name, getattr(domain, name)) for name in ("host", "rack", "cores", "gpu") if getattr(domain, name)
+            )
             domains.append("    " + json.dumps(entry))
         parts = [
             f'"a2a_topology": {VERSION}',
@@ -300,12 +315,12 @@ def _parse(text: str, where: str) -> Topology:
 
 
 def _domain(value: object, where: str) -> Domain:
-    entry = _object(value, where, ("ranks", "kind"), ("host", "rack", "cores"))
+    entry = _object(value, where, ("ranks", "kind"), ("host", "rack", "cores", "gpu"))
     ranks = [_integer(item, f"{where}.ranks[{i}]") for i, item in enumerate(_list(entry["ranks"], f"{where}.ranks"))]
-    kind, host, rack = (_text(entry.get(name, ""), f"{where}.{name}") for name in ("kind", "host", "rack"))
+    kind, host, rack, gpu = (_text(entry.get(n, ""), f"{where}.{n}") for n in ("kind", "host", "rack", "gpu"))
     cores = _integer(entry.get("cores", 0), f"{where}.cores")
     try:
-        return Domain(tuple(ranks), kind, host, rack, cores)  # type: ignore[arg-type]  # Domain checks the kind
+        return Domain(tuple(ranks), kind, host, rack, cores, gpu)  # type: ignore[arg-type]  # Domain checks the kind
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -44,6 +44,9 @@ _LATE_AT = _CLOSED_AT + 8 * 1024 + 4 * 32  # behind `closed` and `epoch`; three 
 _BROKEN = " The communicator is broken since then; close it and make a new one."
 
 
+_ASK = -1  # no stream
+
+
 @dataclass(frozen=True)
 class Place:
     """What a kernel needs to reach every rank's memory; `host` is where it leaves a failure for this process."""
@@ -163,11 +166,15 @@ class CudaVmm(Transport):
             return f"it serves CUDA tensors; this group's are on {device_type}"
         if reason := not_one_domain(topology):
             return reason
+        domain = topology.domains[0]
+        if domain.rack and not domain.host:
+            return "the group spans several hosts of one NVLink fabric; so far memory is exchanged within one host only"
         if not torch.cuda.is_available():
             return "torch finds no CUDA device here"
         try:
             cuda.lib()
             cuda.driver()
+            cuda.compiler()
         except UnsupportedError as error:
             return str(error)
         return None
@@ -186,7 +193,8 @@ class CudaVmm(Transport):
         self._numbers: dict[tuple[int, str], int] = {}
         self._blocks: dict[int, _Block] = {}
         self._shared: dict[str, list[SymmetricBuffer]] = {}
-        self._stream = 0  # of the call before: calls of one communicator run in their order
+        self.last_stream = 0  # of the call before: calls of one communicator run in their order; _ASK while capturing
+        self._eager = self._last = 0  # of the last call that ran, and of the last one at all
         self._sides: list[torch.cuda.Stream] = []
         torch.cuda.synchronize(self.device)  # makes the context current
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
@@ -201,8 +209,8 @@ class CudaVmm(Transport):
         except UnsupportedError as error:
             problem = str(error)
         self._raise_problems("reserve", problem, "address space")
-        driver = cuda.driver()
-        context = int(driver.cuCtxGetCurrent()[1])
+        with torch.cuda.device(self.device):
+            context = int(cuda.driver().cuCtxGetCurrent()[1])
         major, minor = facts.major, facts.minor
         self.place = Place(self._windows.base, self._windows.window, self._host.data_ptr(), context, self.device,
                            f"sm_{major}{minor}")  # fmt: skip
@@ -323,20 +331,28 @@ class CudaVmm(Transport):
 
     # ---- streams
 
-    def stream(self, current: int) -> None:
-        """Let the work of this stream follow that of the call before, if that ran on another."""
-        if current == self._stream or torch.cuda.is_current_stream_capturing():
-            return  # a graph is replayed where its user orders it
-        before = self._external(self._stream)
-        self._external(current).wait_stream(before)
-        self._stream = current
+    def follow(self, stream: int) -> None:
+        """Have a call on this stream follow the call before, which was on another or in a graph."""
+        if self.last_stream != _ASK:
+            self._eager = self._last = self.last_stream
+        last, self._last = self._last, stream
+        with torch.cuda.device(self.device):
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:  # calls of one graph follow each other too; where in time it is replayed, its user decides
+            if last not in (0, stream) and _captures(self._external(last)):
+                self._external(stream).wait_stream(self._external(last))
+            self.last_stream = _ASK
+            return
+        self._external(stream).wait_stream(self._external(self._eager))
+        self.last_stream = stream
 
     def streams(self) -> tuple[int, int, int]:
         """The current stream, made to follow the call before, and two of this communicator's own."""
         if not self._sides:
             self._sides = [torch.cuda.Stream(self.device, priority=-1) for _ in range(2)]  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self.device).cuda_stream
-        self.stream(current)
+        if current != self.last_stream:
+            self.follow(current)
         gates, work = self._sides
         return current, gates.cuda_stream, work.cuda_stream
 
@@ -433,6 +449,12 @@ class CudaVmm(Transport):
         if sys is not None and not sys.is_finalizing() and getattr(self, "handle", None):
             with contextlib.suppress(Exception):
                 self.close()
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    """Whether a stream is part of a capture."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 __all__ = ["CudaVmm", "Place"]
