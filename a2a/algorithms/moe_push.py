@@ -46,13 +46,14 @@ if TYPE_CHECKING:
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
-_TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 512  # the kernels' own constants
-_SENDERS, _SUMMERS = (
-    16,
-    48,
-)  # blocks of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
+_TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 256  # the kernels' own constants
+_TILE_BYTES, _TILER_BYTES = 16 << 10, 112 << 10  # of a row that a warp moves by a bulk copy; of a block's tiles
+_SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
+# SMs of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
+_SENDERS, _SUMMERS = 16, 48
 _CHUNK_BYTES = 8 << 20  # of tokens that a rank brings: long enough to hide a gate, short enough to overlap
 _MOST_CHUNKS = 60
+_PARTS = ("send", "expand", "sum")
 _STAGING_BYTES, _MOST_STAGING_BYTES = 256 << 20, 2 << 30  # for a peer, for all of them
 _MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
 _NO_LIMIT = 0xFFFFFFFF
@@ -154,7 +155,6 @@ class Geometry:
     @staticmethod
     def of(spec: MoeSpec, world_size: int) -> Geometry:
         senders = _SENDERS if spec.num_sms is None else max(1, min(_SENDERS, spec.num_sms // 5))
-        summers = _SUMMERS if spec.num_sms is None else max(1, min(_SUMMERS, spec.num_sms // 2))
         wire = _round(spec.hidden, 16) + _round(spec.scale_blocks * (4 if spec.wire == "fp8" else 1), 16)
         sums = spec.hidden * 4 if spec.wire_combine == "float32" else spec.row_bytes
         slot = _round(max(wire if spec.wire else spec.row_bytes, sums), 128)
@@ -166,6 +166,9 @@ class Geometry:
         while 2 * -(-each // chunks) > most and -(-each // chunks) > 1:
             chunks += 1  # two chunks must fit a ring
         chunk_tokens = -(-each // chunks)
+        # With one chunk nothing goes on beside the sums.
+        sms = min(_MOST_BLOCKS // _SUMS_A_SM, _SUMMERS if chunks > 1 else 1 << 30, (spec.num_sms or 1 << 30) // 2)
+        summers = max(1, sms) * _SUMS_A_SM
         ring = max(2, min(most, chunk_tokens * chunks))
         stage = _round(8 * (world_size * _MOST_BLOCKS + world_size), 256)
         return Geometry(
@@ -235,19 +238,23 @@ class PushExchange(MoeExchange):
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(place.device).multi_processor_count
         most = sms if spec.num_sms is None else min(sms, spec.num_sms)
-        expanders, finishers = max(1, most - g.senders) * 2, max(1, most - g.summers)
+        expanders, finishers = max(1, most - g.senders) * 2, most * _SUMS_A_SM
+        if g.chunks > 1:
+            finishers = max(1, finishers - g.summers)
         self._calls: dict[str, tuple[cuda.Call, Any]] = {}
         with torch.cuda.device(place.device):
-            modules = {
-                part: cuda.module(f"moe_push_{part}", place.arch, tuple(defines.items()), place.context)
-                for part in ("send", "expand", "sum")
-            }
+            parts = cuda.modules([f"moe_push_{p}" for p in _PARTS], place.arch, tuple(defines.items()), place.context)
+            modules = dict(zip(_PARTS, parts, strict=True))
         quantised = ["_quantised"] if spec.wire else []
         for suffix in ["", "_gradient", *quantised]:
             self._add(modules["send"], f"send{suffix}", _Send, g.senders, _TEAM * _TEAMS,
                       0 if suffix == "_gradient" else planner_bytes * _TEAMS)  # fmt: skip
-        for suffix in ["", "_gradient", "_gradient_weighted", "_gradient_dots", *quantised]:
+        for suffix in ["_gradient", "_gradient_weighted", "_gradient_dots", *(["", *quantised] if spec.wire else [])]:
             self._add(modules["expand"], f"expand{suffix}", _Expand, expanders, _EXPAND_THREADS)
+        if not spec.wire:
+            tile = _round(-(-spec.row_bytes // -(-spec.row_bytes // _TILE_BYTES)), 16)
+            tilers = min(16, _TILER_BYTES // tile)
+            self._add(modules["expand"], "expand", _Expand, expanders, 32 * tilers, tilers * tile)
         self._add(modules["expand"], "gate", _Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", _Counts, 1, 1024)
         self._add(modules["expand"], "refuse", _Gate, 1, 128)
@@ -356,6 +363,7 @@ class PushExchange(MoeExchange):
         topk_ids_TK: torch.Tensor,
         weights_TK: torch.Tensor | None,
     ) -> Dispatched:
+        x_TH = _aligned(x_TH)
         spec, num_tokens, device = self._spec, topk_ids_TK.shape[0], self._comm.device
         suffix = "" if scales is None else "_quantised"
         ids = torch.empty(topk_ids_TK.shape, dtype=torch.int32, device=device)
@@ -425,6 +433,7 @@ class PushExchange(MoeExchange):
         return Dispatched(rows, scales, counts, offsets, weights, rank, token, k, index, overflow, ids, plan)
 
     def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
+        rows_RH = _aligned(rows_RH)
         suffix, num_tokens = "" if weights_R is None else "_weighted", origins.topk_ids_TK.shape[0]
         y = torch.empty(num_tokens, self._spec.hidden, dtype=self._spec.dtype, device=self._comm.device)
         m = self._begin("combine", num_tokens, origins.plan)
@@ -438,6 +447,7 @@ class PushExchange(MoeExchange):
     def combine_backward(
         self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_TH, rows_RH = _aligned(grad_TH), None if rows_RH is None else _aligned(rows_RH)
         num_tokens, num_rows, device = grad_TH.shape[0], origins.row_rank_R.shape[0], self._comm.device
         expand = "expand_gradient" + ("_dots" if rows_RH is not None else "" if weights_R is None else "_weighted")
         grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype, device=device)
@@ -456,6 +466,7 @@ class PushExchange(MoeExchange):
     def dispatch_backward(
         self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_rows = _aligned(grad_rows)
         spec, num_tokens, device = self._spec, origins.topk_ids_TK.shape[0], self._comm.device
         grad_x = torch.empty(num_tokens, spec.hidden, dtype=spec.dtype, device=device)
         grad_weights = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=device)
@@ -488,6 +499,11 @@ def _event(library: Any) -> int:
     cuda.check(library.a2a_cuda_event(ctypes.byref(event)), "cuEventCreate")
     assert event.value is not None
     return event.value
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Rows at an address that vectors of 16 bytes take."""
+    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:
