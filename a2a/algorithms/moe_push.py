@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
 _TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 256  # the kernels' own constants
-_TILE_BYTES, _TILER_BYTES = 16 << 10, 112 << 10  # of a row that a warp moves by a bulk copy; of a block's tiles
+_TILE_BYTES = 4 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
+_TILER_BYTES = 112 << 10  # of a block's tiles
 _SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
 # SMs of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
 _SENDERS, _SUMMERS = 16, 48
@@ -103,7 +104,7 @@ _Counts = _params("_Counts", "offsets counts overflow host ticket", "capacity si
 _Expand = _params(
     "_Expand",
     "rows scales weights rank token k index x x_scales ids topk_weights out_rows grad_weights",
-    "capacity compact_capacity first_chunk end_chunk own last",
+    "capacity compact_capacity first_chunk end_chunk own_first own_end last unused",
 )
 _Sum = _params("_Sum", "rows weights row_grads ids y weight_grads", "compact compact_rows chunk last")
 
@@ -230,11 +231,12 @@ class PushExchange(MoeExchange):
 
     def _load(self, planner_bytes: int) -> None:
         spec, g, place = self._spec, self._geometry, self._transport.place
+        tile_bytes = _TILE_BYTES[0] if g.chunks == 1 else _TILE_BYTES[1]
         defines = {
             "WORLD": self._comm.world_size, "TOP_K": spec.top_k, "HIDDEN": spec.hidden, "DTYPE": _DTYPE[spec.dtype],
             "WIRE": _WIRE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
             "COMPACT": int(spec.layout == "compact"), "DROP": int(spec.overflow == "drop"),
-            "WIDE_SUMS": int(spec.wire_combine == "float32"), "TEAM": _TEAM,
+            "WIDE_SUMS": int(spec.wire_combine == "float32"), "TEAM": _TEAM, "TILE_BYTES": tile_bytes,
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(place.device).multi_processor_count
         most = sms if spec.num_sms is None else min(sms, spec.num_sms)
@@ -252,7 +254,7 @@ class PushExchange(MoeExchange):
         for suffix in ["_gradient", "_gradient_weighted", "_gradient_dots", *(["", *quantised] if spec.wire else [])]:
             self._add(modules["expand"], f"expand{suffix}", _Expand, expanders, _EXPAND_THREADS)
         if not spec.wire:
-            tile = _round(-(-spec.row_bytes // -(-spec.row_bytes // _TILE_BYTES)), 16)
+            tile = _round(-(-spec.row_bytes // -(-spec.row_bytes // tile_bytes)), 16)
             tilers = min(16, _TILER_BYTES // tile)
             self._add(modules["expand"], "expand", _Expand, expanders, 32 * tilers, tilers * tile)
         self._add(modules["expand"], "gate", _Gate, 1, 1024)
@@ -274,7 +276,7 @@ class PushExchange(MoeExchange):
     def _launch(self, name: str, stream: int, at: str = "", *patch: int) -> cuda.Step:
         call, values = self._calls[name]
         offset = getattr(type(values), at).offset if at else 0
-        return cuda.Step(cuda.Step.LAUNCH, stream, ctypes.addressof(call), offset, len(patch), (c_uint32 * 4)(*patch))
+        return cuda.Step(cuda.Step.LAUNCH, stream, ctypes.addressof(call), offset, len(patch), (c_uint32 * 6)(*patch))
 
     def _record(self, event: int, stream: int) -> cuda.Step:
         return cuda.Step(cuda.Step.RECORD, stream, self._events[event])
@@ -299,19 +301,24 @@ class PushExchange(MoeExchange):
         return [self._record(0, 0), self._wait(0, 1), self._wait(0, 2)]
 
     def _chunks(self, worker: Any, signals: int, headers: bool) -> list[cuda.Step]:
-        """Gate after gate, and behind each the work on its chunk; then the caller's stream waits for the last."""
+        """Gate after gate, and around it what works on its chunk, before and behind; then the caller's stream waits for the last."""
         chunks, steps = self._geometry.chunks, []
         for c in range(chunks):
-            steps.append(self._launch("gate", 1, "chunk", c, signals, int(headers and c == 0)))
-            steps += [self._record(2 + c, 1), self._wait(2 + c, 2), worker(c, c == chunks - 1)]
+            gate = self._launch("gate", 1, "chunk", c, signals, int(headers and c == 0))
+            before, behind = worker(c, c == chunks - 1)
+            steps += [gate, self._record(2 + c, 1), *before, self._wait(2 + c, 2), behind]
         return [*steps, self._record(1, 2), self._wait(1, 0)]
 
     def _spread(self, send: str, expand: str, counts: bool) -> tuple[list[cuda.Step], list[cuda.Step]]:
-        """What sends, up to the gate that knows where rows lie; and what makes rows of it."""
+        """What sends, up to the gate that knows where rows lie; and what makes rows of it.
+
+        A chunk of own tokens is expanded before each of the peers': it needs no gate, and finds in the cache what was sent.
+        """
         g = self._geometry
 
-        def chunk(c: int, last: bool) -> cuda.Step:
-            return self._launch(expand, 2, "first_chunk", c, c + 1, 0, int(last))
+        def chunk(c: int, last: bool) -> tuple[list[cuda.Step], cuda.Step]:
+            own = self._launch(expand, 2, "first_chunk", 0, 0, c, c + 1, 0)
+            return [own], self._launch(expand, 2, "first_chunk", c, c + 1, 0, 0, int(last))
 
         if g.chunks == 1:
             gate = (
@@ -319,12 +326,11 @@ class PushExchange(MoeExchange):
                 if counts
                 else self._launch("gate", 0, "chunk", 0, g.ranges, 1)
             )
-            return [self._launch(send, 0), gate], [self._launch(expand, 0, "first_chunk", 0, 1, 1, 1)]
+            return [self._launch(send, 0), gate], [self._launch(expand, 0, "first_chunk", 0, 1, 0, 1, 1)]
         first = [*self._fork(), self._launch(send, 0)]
         if counts:
             first += [self._launch("gate_counts", 1, "signals", 0), self._record(1, 1), self._wait(1, 2)]
-        own = self._launch(expand, 2, "first_chunk", 0, 0, 1, 0)
-        return first, [own, *self._chunks(chunk, g.ranges, not counts)]
+        return first, self._chunks(chunk, g.ranges, not counts)
 
     def _gather(self, sum_: str, finish: str) -> list[cuda.Step]:
         g = self._geometry
@@ -335,8 +341,8 @@ class PushExchange(MoeExchange):
                 self._launch(finish, 0, "chunk", 0, 1),
             ]
 
-        def chunk(c: int, last: bool) -> cuda.Step:
-            return self._launch(finish, 2, "chunk", c, int(last))
+        def chunk(c: int, last: bool) -> tuple[list[cuda.Step], cuda.Step]:
+            return [], self._launch(finish, 2, "chunk", c, int(last))
 
         return [*self._fork(), self._launch(sum_, 0), *self._chunks(chunk, g.summers, True)]
 

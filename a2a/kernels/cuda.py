@@ -66,7 +66,7 @@ class Step(Structure):
         ("what", c_void_p),
         ("patch_at", c_uint32),
         ("patch_words", c_uint32),
-        ("patch", c_uint32 * 4),
+        ("patch", c_uint32 * 6),
     )
 
 

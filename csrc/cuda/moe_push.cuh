@@ -229,7 +229,7 @@ __device__ inline bool has_failed(const Moe& m) {
 }
 
 // A tile of a row: what a warp moves by bulk copies, through its part of shared memory.
-constexpr std::uint32_t kTiles = ceil_div(kRowBytes, 16384);
+constexpr std::uint32_t kTiles = ceil_div(kRowBytes, TILE_BYTES);
 constexpr std::uint32_t kTileBytes = align_up(ceil_div(kRowBytes, kTiles), 16);
 constexpr std::uint32_t kMostTilers = 112 * 1024 / kTileBytes, kTilers = kMostTilers < 16 ? kMostTilers : 16;  // warps
 

@@ -162,7 +162,8 @@ struct Expand {
   float* grad_weights;               // its results
   std::uint32_t capacity, compact_capacity;
   std::uint32_t first_chunk, end_chunk;  // of the peers' tokens
-  std::uint32_t own, last;               // not 0: own tokens and padding, too; the call's last kernel
+  std::uint32_t own_first, own_end;      // of own tokens; the first ones bring the padding along
+  std::uint32_t last;                    // not 0: the call's last kernel
 };
 
 // A piece of a token, as it came or as it goes into rows. kKeep: it stays in the wire format.
@@ -342,24 +343,26 @@ struct Expander {
     tile.release();
   }
 
-  // Call f(token, unit of it, u where rows are compact) for this rank's own tokens that stay.
+  // Call f(token, unit of it, u where rows are compact) for the own tokens of this launch's chunks that stay here.
   template <typename F>
   __device__ void own(std::uint32_t units, F f) const {
-    for (std::uint32_t item = warp; item < m.tokens * units; item += warps) {
-      const std::uint32_t token = item / units;
-      const std::int32_t i = m.numbers()[std::uint64_t(token) * kWorld + m.rank()];
-      if (i >= 0) f(token, item % units, kCompact ? m.u_of(token, m.rank(), std::uint32_t(i)) : 0);
+    for (std::uint32_t c = a.own_first; c < a.own_end; c++) {
+      const std::uint32_t each = Moe::chunk_tokens(m.tokens);
+      for (std::uint32_t item = warp; item < kRanges * each * units; item += warps) {
+        const std::uint32_t j = item / units, token = m.token_at(j / each, c) + j % each;
+        if (token >= m.token_at(j / each, c + 1)) continue;
+        const std::int32_t i = m.numbers()[std::uint64_t(token) * kWorld + m.rank()];
+        if (i >= 0) f(token, item % units, kCompact ? m.u_of(token, m.rank(), std::uint32_t(i)) : 0);
+      }
     }
   }
 
   __device__ void dispatch_tiles(Tile tile) const {
-    if (a.own) {
-      own(kTiles, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
-        tile.load(a.x + std::uint64_t(token) * kRowBytes, number, lane);
-        put_tile(tile, number, m.rank(), token, u, entry_of_own(token));
-      });
-      padding<true>();
-    }
+    own(kTiles, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
+      tile.load(a.x + std::uint64_t(token) * kRowBytes, number, lane);
+      put_tile(tile, number, m.rank(), token, u, entry_of_own(token));
+    });
+    padding<true>();
     peers(kTiles, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
       tile.load(m.slot(m.rank(), slot, epoch), number, lane);
       const Meta& meta = m.meta(m.rank(), slot, epoch);
@@ -370,15 +373,13 @@ struct Expander {
 
   template <bool kReady>
   __device__ void dispatch() const {
-    if (a.own) {
-      own(P::kCount, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
-        const P piece(number, lane);
-        Got<kWireRows> got;
-        load<kReady>(got, piece, token);
-        put(got, piece, number, m.rank(), token, u, entry_of_own(token));
-      });
-      padding<true>();
-    }
+    own(P::kCount, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
+      const P piece(number, lane);
+      Got<kWireRows> got;
+      load<kReady>(got, piece, token);
+      put(got, piece, number, m.rank(), token, u, entry_of_own(token));
+    });
+    padding<true>();
     peers(P::kCount, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
       const P piece(number, lane);
       Got<kWireRows> got;
@@ -391,6 +392,7 @@ struct Expander {
   // Rows that no token fills: zero.
   template <bool kDispatch>
   __device__ void padding() const {
+    if (a.own_first || !a.own_end) return;
     const std::uint32_t most = m.alignment - 1;
     for (std::uint32_t item = warp; item < m.local_experts * most; item += warps) {
       const std::int32_t* of_expert = m.plan + PlanAt::kPadding + 2 * (item / most);
@@ -527,19 +529,17 @@ struct Expander {
   template <bool kWeighted, bool kDot>
   __device__ void gradient() const {
     constexpr std::uint32_t kUnits = kDot ? 1 : P::kCount;
-    if (a.own) {
-      own(kUnits, [&](std::uint32_t token, std::uint32_t number, std::uint32_t) {
-        if constexpr (kDot) {
-          put_with_dots(m.rank(), token, [&](Got<false>& got, const P& piece) { load<false>(got, piece, token); });
-        } else {
-          const P piece(number, lane);
-          Got<false> got;
-          load<false>(got, piece, token);
-          put_gradient<kWeighted>(got, piece, m.rank(), token);
-        }
-      });
-      padding<false>();
-    }
+    own(kUnits, [&](std::uint32_t token, std::uint32_t number, std::uint32_t) {
+      if constexpr (kDot) {
+        put_with_dots(m.rank(), token, [&](Got<false>& got, const P& piece) { load<false>(got, piece, token); });
+      } else {
+        const P piece(number, lane);
+        Got<false> got;
+        load<false>(got, piece, token);
+        put_gradient<kWeighted>(got, piece, m.rank(), token);
+      }
+    });
+    padding<false>();
     peers(kUnits, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
       if constexpr (kDot) {
         put_with_dots(s, u, [&](Got<false>& got, const P& piece) { load_slot(got, piece, slot); });
