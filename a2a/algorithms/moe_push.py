@@ -54,6 +54,8 @@ _SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
 _SENDERS, _SUMMERS = 16, 48
 _CHUNK_BYTES = 8 << 20  # of tokens that a rank brings: long enough to hide a gate, short enough to overlap
 _MOST_CHUNKS = 60
+# How the chunks of a request are shared out among the kernels that work on them: the rest travels meanwhile.
+_SPREAD_GROUPS, _GATHER_GROUPS = (4, 3), (3, 2, 2)
 _PARTS = ("send", "expand", "sum")
 _STAGING_BYTES, _MOST_STAGING_BYTES = 256 << 20, 2 << 30  # for a peer, for all of them
 _MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
@@ -104,9 +106,11 @@ _Counts = _params("_Counts", "offsets counts overflow host ticket", "capacity si
 _Expand = _params(
     "_Expand",
     "rows scales weights rank token k index x x_scales ids topk_weights out_rows grad_weights",
-    "capacity compact_capacity first_chunk end_chunk own_first own_end last unused",
+    "capacity compact_capacity first_chunk end_chunk own_first own_end credits last",
 )
-_Sum = _params("_Sum", "rows weights row_grads ids y weight_grads", "compact compact_rows chunk last")
+_Sum = _params(
+    "_Sum", "rows weights row_grads ids y weight_grads", "compact compact_rows first_chunk end_chunk credits last"
+)
 
 
 class MoePush(Moe):
@@ -140,6 +144,7 @@ class Geometry:
     senders: int
     summers: int
     chunks: int
+    chunk_tokens: int  # the most of a range
     ring: int
     slot_bytes: int
     meta_bytes: int
@@ -173,7 +178,14 @@ class Geometry:
         ring = max(2, min(most, chunk_tokens * chunks))
         stage = _round(8 * (world_size * _MOST_BLOCKS + world_size), 256)
         return Geometry(
-            senders, summers, chunks, ring, slot, meta, stage + 2 * peers * ranges * ring * (slot + meta) + 512
+            senders,
+            summers,
+            chunks,
+            chunk_tokens,
+            ring,
+            slot,
+            meta,
+            stage + 2 * peers * ranges * ring * (slot + meta) + 512,
         )
 
 
@@ -269,7 +281,7 @@ class PushExchange(MoeExchange):
         call = cuda.Call(
             function=module.function(f"moe_push_{name}", shared_bytes), context=place.context, failure=place.host,
             params=ctypes.addressof(values), params_bytes=ctypes.sizeof(values), grid=grid, block=block,
-            shared_bytes=shared_bytes,
+            shared_bytes=shared_bytes, programmatic=int(self._geometry.chunks == 1 and name[:4] in ("gate", "expa", "fini")),
         )  # fmt: skip
         self._calls[name] = (call, values)
 
@@ -300,37 +312,48 @@ class PushExchange(MoeExchange):
     def _fork(self) -> list[cuda.Step]:
         return [self._record(0, 0), self._wait(0, 1), self._wait(0, 2)]
 
-    def _chunks(self, worker: Any, signals: int, headers: bool) -> list[cuda.Step]:
-        """Gate after gate, and around it what works on its chunk, before and behind; then the caller's stream waits for the last."""
-        chunks, steps = self._geometry.chunks, []
-        for c in range(chunks):
-            gate = self._launch("gate", 1, "chunk", c, signals, int(headers and c == 0))
-            before, behind = worker(c, c == chunks - 1)
-            steps += [gate, self._record(2 + c, 1), *before, self._wait(2 + c, 2), behind]
+    def _groups(self, weights: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Chunks that one kernel works on: a kernel has its price, and few large ones keep up with the link."""
+        g = self._geometry
+        depth = g.ring // g.chunk_tokens
+        if depth < g.chunks:  # a chunk may travel when the one `depth` before it has been taken
+            ends = [*range(max(1, depth // 2), g.chunks, max(1, depth // 2)), g.chunks]
+        else:
+            ends = [-(-g.chunks * sum(weights[: i + 1]) // sum(weights)) for i in range(len(weights))]
+        return [(a, b) for a, b in itertools.pairwise([0, *ends]) if b > a]
+
+    @property
+    def _credits(self) -> int:
+        g = self._geometry
+        return int(g.ring // g.chunk_tokens < g.chunks)
+
+    def _behind_gates(self, worker: Any, weights: tuple[int, ...], signals: int, headers: bool) -> list[cuda.Step]:
+        """Gate after gate, and behind each the work on its chunks; then the caller's stream waits for the last."""
+        steps = []
+        for number, (first, end) in enumerate(self._groups(weights)):
+            steps.append(self._launch("gate", 1, "chunk", end - 1, signals, int(headers and number == 0)))
+            steps += [self._record(2 + number, 1), self._wait(2 + number, 2), worker(first, end)]
         return [*steps, self._record(1, 2), self._wait(1, 0)]
 
     def _spread(self, send: str, expand: str, counts: bool) -> tuple[list[cuda.Step], list[cuda.Step]]:
-        """What sends, up to the gate that knows where rows lie; and what makes rows of it.
-
-        A chunk of own tokens is expanded before each of the peers': it needs no gate, and finds in the cache what was sent.
-        """
+        """What sends, up to the gate that knows where rows lie; and what makes rows of it."""
         g = self._geometry
-
-        def chunk(c: int, last: bool) -> tuple[list[cuda.Step], cuda.Step]:
-            own = self._launch(expand, 2, "first_chunk", 0, 0, c, c + 1, 0)
-            return [own], self._launch(expand, 2, "first_chunk", c, c + 1, 0, 0, int(last))
-
         if g.chunks == 1:
             gate = (
                 self._launch("gate_counts", 0, "signals", g.ranges)
                 if counts
                 else self._launch("gate", 0, "chunk", 0, g.ranges, 1)
             )
-            return [self._launch(send, 0), gate], [self._launch(expand, 0, "first_chunk", 0, 1, 0, 1, 1)]
+            return [self._launch(send, 0), gate], [self._launch(expand, 0, "first_chunk", 0, 1, 0, 1, 0, 1)]
         first = [*self._fork(), self._launch(send, 0)]
         if counts:
             first += [self._launch("gate_counts", 1, "signals", 0), self._record(1, 1), self._wait(1, 2)]
-        return first, self._chunks(chunk, g.ranges, not counts)
+
+        def peers(first: int, end: int) -> cuda.Step:
+            return self._launch(expand, 2, "first_chunk", first, end, 0, 0, self._credits, int(end == g.chunks))
+
+        own = self._launch(expand, 2, "first_chunk", 0, 0, 0, g.chunks, 0, 0)
+        return first, [own, *self._behind_gates(peers, _SPREAD_GROUPS, g.ranges, not counts)]
 
     def _gather(self, sum_: str, finish: str) -> list[cuda.Step]:
         g = self._geometry
@@ -338,13 +361,14 @@ class PushExchange(MoeExchange):
             return [
                 self._launch(sum_, 0),
                 self._launch("gate", 0, "chunk", 0, g.summers, 1),
-                self._launch(finish, 0, "chunk", 0, 1),
+                self._launch(finish, 0, "first_chunk", 0, 1, 0, 1),
             ]
 
-        def chunk(c: int, last: bool) -> tuple[list[cuda.Step], cuda.Step]:
-            return [], self._launch(finish, 2, "chunk", c, int(last))
+        def peers(first: int, end: int) -> cuda.Step:
+            return self._launch(finish, 2, "first_chunk", first, end, self._credits, int(end == g.chunks))
 
-        return [*self._fork(), self._launch(sum_, 0), *self._chunks(chunk, g.summers, True)]
+        work = self._behind_gates(peers, _GATHER_GROUPS, g.summers, True)
+        return [*self._fork(), self._launch(sum_, 0), *work]
 
     def _begin(self, op: str, num_tokens: int, plan: torch.Tensor) -> _Moe:
         agree, text = self._asks[op]

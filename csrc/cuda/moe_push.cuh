@@ -305,4 +305,14 @@ __device__ inline void end_call(const Moe& m, std::uint32_t epoch) {
   if (threadIdx.x < kEpochs) m.place.control(m.rank())->epoch[threadIdx.x] = epoch;
 }
 
+// At the end of a kernel that has taken chunks up to `end` out of their slots.
+__device__ inline void end_chunks(const Moe& m, std::uint32_t epoch, std::uint32_t end, bool credits, bool last) {
+  if (!(credits && end) && !last) return;
+  if (!is_last_block(m)) return;
+  if (credits && end)
+    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+      if (p != m.rank()) ptx::store_release_sys(&m.stage_at(p).consumed[m.rank()], mark(epoch, end));
+  if (last) end_call(m, epoch);
+}
+
 }  // namespace a2a

@@ -13,6 +13,8 @@
 // PROGRESS gates wait for signals that senders give without waiting for gates, except where a ring is short: then for
 //          `consumed` of an earlier chunk, whose gate and kernel wait for no later one.
 // FAILURE  as in signal.cuh: kernels behind a gate look at the record first, and leave.
+// In a request of one chunk the three kernels follow each other on one stream as programmatic launches: a gate starts while
+// senders still send, waits for signals, and ends only after its predecessor; rows are made after the gate has ended.
 #include "moe_push.cuh"
 
 namespace a2a {
@@ -163,7 +165,7 @@ struct Expand {
   std::uint32_t capacity, compact_capacity;
   std::uint32_t first_chunk, end_chunk;  // of the peers' tokens
   std::uint32_t own_first, own_end;      // of own tokens; the first ones bring the padding along
-  std::uint32_t last;                    // not 0: the call's last kernel
+  std::uint32_t credits, last;           // not 0: senders wait for what is consumed; the call's last kernel
 };
 
 // A piece of a token, as it came or as it goes into rows. kKeep: it stays in the wire format.
@@ -284,12 +286,9 @@ struct Expander {
     const std::uint32_t i = token * kTopK + lane;
     const std::int32_t id = lane < kTopK ? a.ids[i] : -1;
     const std::uint32_t home = id >= 0 && std::uint32_t(id) < m.experts ? m.homes[id] : 0xffffffff;
-    Entry e{home >> 16 == m.rank(), home & 0xffff, 0, lane, place_of(home, lane), 1.0f};
-    if (e.valid) {
-      e.position = WorkspaceAt::positions(m)[i];
-      if (a.topk_weights) e.weight = a.topk_weights[i];
-    }
-    return e;
+    const std::uint32_t position = lane < kTopK ? WorkspaceAt::positions(m)[i] : 0;
+    const float weight = lane < kTopK && a.topk_weights ? a.topk_weights[i] : 1.0f;
+    return {home >> 16 == m.rank(), home & 0xffff, position, lane, place_of(home, lane), weight};
   }
 
   // The lane's row, or -1 where it has none or it was dropped.
@@ -552,13 +551,7 @@ struct Expander {
     });
   }
 
-  __device__ void end() const {
-    if (!is_last_block(m)) return;
-    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-      if (a.end_chunk > a.first_chunk && p != m.rank())
-        ptx::store_release_sys(&m.stage_at(p).consumed[m.rank()], mark(epoch, a.end_chunk));
-    if (a.last) end_call(m, epoch);
-  }
+  __device__ void end() const { end_chunks(m, epoch, a.end_chunk, a.credits, a.last); }
 };
 
 }  // namespace a2a
@@ -573,11 +566,16 @@ extern "C" __global__ void __launch_bounds__(1024) moe_push_gate(const __grid_co
     for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
       if (p != m.rank()) wait.await_header(p, epoch, m.digest, true);
   await_chunk(m, wait, epoch, a.chunk, a.signals);
+  ptx::launch_next();
+  ptx::await_previous();
 }
 
 extern "C" __global__ void __launch_bounds__(1024) moe_push_gate_counts(const __grid_constant__ Counts a) {
   const std::uint32_t epoch = a.m.epoch();
-  if (await_counts(a.m, epoch, a.signals)) place_rows(a);
+  const bool all = await_counts(a.m, epoch, a.signals);
+  ptx::launch_next();
+  if (all) place_rows(a);
+  ptx::await_previous();
 }
 
 // A rank that can't make its call says so, in the place of the call's first kernel.
@@ -591,6 +589,7 @@ extern "C" __global__ void moe_push_refuse(const __grid_constant__ Gate a) {
 
 #if WIRE
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand(const __grid_constant__ Expand a) {
+  ptx::await_previous();
   if (has_failed(a.m)) return;
   const Expander e(a);
   e.dispatch<false>();
@@ -600,6 +599,7 @@ extern "C" __global__ void __launch_bounds__(512) moe_push_expand(const __grid_c
 extern "C" __global__ void __launch_bounds__(32 * kTilers) moe_push_expand(const __grid_constant__ Expand a) {
   extern __shared__ __align__(128) std::uint8_t buffers[];
   __shared__ std::uint64_t barriers[kTilers];
+  ptx::await_previous();
   if (has_failed(a.m)) return;
   const Expander e(a);
   e.dispatch_tiles(Tile(buffers, barriers, threadIdx.x / 32, e.lane));
@@ -609,6 +609,7 @@ extern "C" __global__ void __launch_bounds__(32 * kTilers) moe_push_expand(const
 
 #if WIRE
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand_quantised(const __grid_constant__ Expand a) {
+  ptx::await_previous();
   if (has_failed(a.m)) return;
   const Expander e(a);
   e.dispatch<true>();
@@ -617,6 +618,7 @@ extern "C" __global__ void __launch_bounds__(512) moe_push_expand_quantised(cons
 #endif
 
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient(const __grid_constant__ Expand a) {
+  ptx::await_previous();
   if (has_failed(a.m)) return;
   const Expander e(a);
   e.gradient<false, false>();
@@ -624,6 +626,7 @@ extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient(const
 }
 
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient_weighted(const __grid_constant__ Expand a) {
+  ptx::await_previous();
   if (has_failed(a.m)) return;
   const Expander e(a);
   e.gradient<true, false>();
@@ -631,6 +634,7 @@ extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient_weigh
 }
 
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient_dots(const __grid_constant__ Expand a) {
+  ptx::await_previous();
   if (has_failed(a.m)) return;
   const Expander e(a);
   e.gradient<true, true>();

@@ -191,18 +191,22 @@ struct Sender {
     send_count(to, kStartsAt + at, u);
   }
 
-  // The same places among all of this rank's rows and this range's tokens; and where the chunks begin.
-  __device__ void number(const std::uint32_t* counts, const std::uint32_t* base) {
+  // The tokens' places among those of the range.
+  __device__ void number_slots(const std::uint32_t* counts) const {
+    const std::uint32_t begin = warp_token(warp), end = warp_token(warp + 1);
+    for (std::uint32_t i = begin * kWorld + lane; i < end * kWorld; i += 32)
+      if (const std::int32_t in_warp = m.numbers()[i]; in_warp >= 0)
+        m.numbers()[i] = in_warp + std::int32_t(counts[warp * columns() + m.experts + i % kWorld]);
+  }
+
+  // The ids' places among all of this rank's; and where the chunks begin.
+  __device__ void number_rows(const std::uint32_t* counts, const std::uint32_t* base) const {
     const std::uint32_t begin = warp_token(warp), end = warp_token(warp + 1), first = m.token_at(range, 0);
     const std::uint32_t each = Moe::chunk_tokens(m.tokens);
     const std::uint32_t* before = counts + warp * columns();
     std::uint32_t* positions = WorkspaceAt::positions(m);
     for (std::uint32_t i = begin * kTopK + lane; i < end * kTopK; i += 32)
       if (const std::uint32_t e = expert(i); e != kNone) positions[i] += base[e] + before[e];
-    for (std::uint32_t i = begin * kWorld + lane; i < end * kWorld; i += 32) {
-      if (const std::int32_t in_warp = m.numbers()[i]; in_warp >= 0)
-        m.numbers()[i] = in_warp + std::int32_t(before[m.experts + i % kWorld]);
-    }
     if (begin == end) return;
     for (std::uint32_t c = ceil_div(begin - first, each); c < kChunks && first + c * each < end; c++)
       for (std::uint32_t r = lane; r < kWorld; r += 32) {
@@ -221,22 +225,31 @@ struct Sender {
     }
   }
 
-  __device__ void plan() {
-    extern __shared__ std::uint32_t shared[];
-    std::uint32_t* counts = shared + team * (m.planners + 1) * columns();
-    std::uint32_t* base = counts + m.planners * columns();
+  // This range's own counts. After it, slots are known: they are numbered by range.
+  __device__ void plan_range() {
+    std::uint32_t* counts = shared();
     for (std::uint32_t q = t; q < m.planners * columns(); q += kTeam) counts[q] = 0;
     barrier();
     if (warp < m.planners) count(counts + warp * columns());
     barrier();
     sum_warps(counts);
+    barrier();
+    if (warp < m.planners) number_slots(counts);
+  }
+  // All ranges'. After it, rows are known.
+  __device__ void plan() {
+    std::uint32_t *counts = shared(), *base = counts + m.planners * columns();
     meet();
     sum_ranges(base);
     barrier();
-    if (warp < m.planners) number(counts, base);
+    if (warp < m.planners) number_rows(counts, base);
     number_empty_chunks(base);
     barrier();
     if (t == 0) ptx::store_release_sys(&m.stage_at(rank).progress[rank][range], mark(epoch, 0));  // planned
+  }
+  __device__ std::uint32_t* shared() const {
+    extern __shared__ std::uint32_t words[];
+    return words + team * (m.planners + 1) * columns();
   }
 
   // ---- sending
@@ -244,12 +257,11 @@ struct Sender {
   // The chunks whose slots chunk `c` takes have been expanded.
   __device__ bool await_room(std::uint32_t c, volatile std::uint32_t* stop) {
     const std::uint32_t each = Moe::chunk_tokens(m.max_tokens), depth = each ? m.ring / each : kChunks;
+    if (c < depth) return true;
     if (t < kWorld && t != rank) {
-      if (c == 0) wait.failed();
-      if (c >= depth)
-        while (!has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[t]), mark(epoch, c - depth + 1)) &&
-               wait.again(t)) {
-        }
+      while (!has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[t]), mark(epoch, c - depth + 1)) &&
+             wait.again(t)) {
+      }
       if (wait.broken) stop[team] = 1;
     }
     barrier();
@@ -324,9 +336,10 @@ struct Sender {
     }
   }
 
+  // Tokens of a chunk first; the plan of a small request is made while they travel.
   template <bool kPlan, bool kReady>
   __device__ void send(volatile std::uint32_t* stop) {
-    constexpr std::uint32_t kPieces = Piece<kDeep>::kCount, kItems = kPieces + kPlan;
+    constexpr std::uint32_t kPieces = Piece<kDeep>::kCount, kItems = kPieces + (kPlan && kChunks > 1);
     for (std::uint32_t c = 0; c < kChunks; c++) {
       if (!await_room(c, stop)) return;
       const std::uint32_t begin = m.token_at(range, c), end = m.token_at(range, c + 1);
@@ -336,6 +349,10 @@ struct Sender {
           send_piece<kReady>(token, piece);
         else
           send_meta(token);
+      }
+      if constexpr (kPlan && kChunks == 1) {
+        plan();
+        for (std::uint32_t token = begin + warp; token < end; token += kTeam / 32) send_meta(token);
       }
       barrier();
       for (std::uint32_t r = t; r < kWorld; r += kTeam)
@@ -348,13 +365,18 @@ template <bool kPlan, bool kReady>
 __device__ void run(const Send& a) {
   __shared__ volatile std::uint32_t stop[kTeams];
   if (threadIdx.x < kTeams) stop[threadIdx.x] = 0;
+  ptx::launch_next();
   const std::uint32_t epoch = a.m.epoch();
   if (blockIdx.x == 0)
     for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
       if (p != a.m.rank()) a.m.place.send_header(p, epoch, a.m.digest, a.m.tokens, 0);
   __syncthreads();
   Sender sender(a, epoch);
-  if constexpr (kPlan) sender.plan();
+  if constexpr (kPlan) {
+    sender.plan_range();
+    if constexpr (kChunks > 1) sender.plan();
+    sender.barrier();
+  }
   sender.send<kPlan, kReady>(stop);
 }
 

@@ -24,13 +24,14 @@ using P = Piece<kDeep>;
 struct Sum {
   Moe m;
   const std::uint8_t* rows;
-  const float* weights;                 // [row], or null
-  const float* row_grads;               // [row]: dispatch's backward, for the gradient of the top-k weights
-  const std::int32_t* ids;              // [token][k], the same
-  std::uint8_t* y;                      // finish: [token][kHidden]
-  float* weight_grads;                  // finish: [token][k], or null
-  std::uint32_t compact, compact_rows;  // not 0: there is one row a token, by its number; so many
-  std::uint32_t chunk, last;            // finish: which chunk; the call's last kernel
+  const float* weights;                  // [row], or null
+  const float* row_grads;                // [row]: dispatch's backward, for the gradient of the top-k weights
+  const std::int32_t* ids;               // [token][k], the same
+  std::uint8_t* y;                       // finish: [token][kHidden]
+  float* weight_grads;                   // finish: [token][k], or null
+  std::uint32_t compact, compact_rows;   // not 0: there is one row a token, by its number; so many
+  std::uint32_t first_chunk, end_chunk;  // finish: of which tokens
+  std::uint32_t credits, last;           // finish: as moe_push_expand's
 };
 
 // What travels in a slot's Meta: rows that are left of the token (where rows may be dropped), and a float for each.
@@ -283,18 +284,16 @@ struct Summer {
 
   template <bool kWeighted>
   __device__ void finish() const {
-    const std::uint32_t each = Moe::chunk_tokens(m.tokens), tokens = kRanges * each;
-    for (std::uint32_t item = warp; item < tokens * P::kCount; item += warps) {
-      const std::uint32_t j = item / P::kCount, number = item % P::kCount;
-      const std::uint32_t token = m.token_at(j / each, a.chunk) + j % each;
-      if (token >= m.token_at(j / each, a.chunk + 1)) continue;
-      finish_piece<kWeighted>(token, number);
-      if (a.weight_grads && number == 0) bring_weight_grads(token);
-    }
-    if (!is_last_block(m)) return;
-    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-      if (p != m.rank()) ptx::store_release_sys(&m.stage_at(p).consumed[m.rank()], mark(epoch, a.chunk + 1));
-    if (a.last) end_call(m, epoch);
+    const std::uint32_t each = Moe::chunk_tokens(m.tokens);
+    for (std::uint32_t c = a.first_chunk; c < a.end_chunk; c++)
+      for (std::uint32_t item = warp; item < kRanges * each * P::kCount; item += warps) {
+        const std::uint32_t j = item / P::kCount, number = item % P::kCount;
+        const std::uint32_t token = m.token_at(j / each, c) + j % each;
+        if (token >= m.token_at(j / each, c + 1)) continue;
+        finish_piece<kWeighted>(token, number);
+        if (a.weight_grads && number == 0) bring_weight_grads(token);
+      }
+    end_chunks(m, epoch, a.end_chunk, a.credits, a.last);
   }
 };
 
@@ -309,19 +308,23 @@ __device__ inline void send_headers(const Moe& m) {
 using namespace a2a;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_sum(const __grid_constant__ Sum a) {
+  ptx::launch_next();
   send_headers(a.m);
   Summer(a).sum<false>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_sum_weighted(const __grid_constant__ Sum a) {
+  ptx::launch_next();
   send_headers(a.m);
   Summer(a).sum<true>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_finish(const __grid_constant__ Sum a) {
+  ptx::await_previous();
   if (!has_failed(a.m)) Summer(a).finish<false>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_finish_weighted(const __grid_constant__ Sum a) {
+  ptx::await_previous();
   if (!has_failed(a.m)) Summer(a).finish<true>();
 }

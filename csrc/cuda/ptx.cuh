@@ -74,6 +74,11 @@ __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* p
   return v;
 }
 
+// Programmatic launches: the stream's next kernel, if launched so, may start now; this one's predecessor has ended, and what it
+// wrote is there. Without such a launch the first does nothing and the second returns at once.
+__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Of a part of the block, a multiple of 32 threads; __syncthreads is number 0.
 __device__ __forceinline__ void barrier(std::uint32_t number, std::uint32_t threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
