@@ -41,7 +41,7 @@ constexpr std::uint32_t kBlocks = 24, kChannels = kBlocks * kTeams, kSlots = 4;
 constexpr std::uint64_t kChannelBytes = 32 << 10;     // a pair gets a channel for so many bytes
 constexpr std::uint64_t kTileBytes = 16 * 8 * kTeam;  // of a direct piece: what a team has in flight at a time
 constexpr std::uint64_t kUnit = 48;                   // bytes of a thread's four packets
-constexpr std::uint64_t kOrdinary = ~0ull;            // "address" of an output that peers can't reach
+constexpr std::uint64_t kOrdinary = ~0ull >> 16;  // "address" of an output that peers can't reach; windows are smaller
 
 struct Pair {
   std::uint64_t in, out;  // offsets from Params::in and out
@@ -57,7 +57,8 @@ struct Params {
   Pair pairs[kWorld];
 };
 
-// In a header: the bytes that its sender sends, and the symmetric address of its output for that peer, or kOrdinary.
+// In a header: the bytes that its sender sends; the symmetric address of its output for that peer, or kOrdinary, in 48 bits;
+// and the bytes that it expects, in 48 more, so that no end stores or takes what the other hasn't got in mind.
 
 // Staging of one rank. [s][c]: written by rank s's channel c unless it says mine.
 struct Staging {
@@ -132,7 +133,7 @@ struct Exchange {
   const Params& a;
   Wait wait;
   const std::uint32_t rank, block, epoch;
-  std::uint64_t* const outputs;        // shared: where each peer's output lies, from its header
+  std::uint64_t* const outputs;        // shared by a team: where each peer's output lies, from its header
   volatile std::uint32_t* const stop;  // shared: a team's first thread has given up
   const std::uint32_t team, receives, channel,
       t;  // large pieces: this thread's team, what that does, and its place there
@@ -151,8 +152,10 @@ struct Exchange {
   // Wait for p's header and hold it against this rank's call.
   __device__ void await_header(std::uint32_t p, bool measure) {
     const Header header = wait.await_header(p, epoch, a.digest, measure);
-    outputs[p] = high_half(header.more);
-    if (!wait.broken && high_half(header.request) != a.pairs[p].recv_bytes) wait.fail(kSplits, p);
+    const std::uint64_t to = high_half(header.more), expected = to >> 48 << 32 | header.more.y;
+    outputs[p] = to & kOrdinary;
+    if (wait.broken || a.digest == kRefusal) return;
+    if (high_half(header.request) != a.pairs[p].recv_bytes || expected != a.pairs[p].send_bytes) wait.fail(kSplits, p);
   }
 
   __device__ void send_packets(std::uint32_t p, std::uint32_t blocks) {
@@ -190,10 +193,20 @@ struct Exchange {
 
   __device__ void barrier() const { ptx::barrier(1 + team, kTeam); }
 
+  // Whom to name where p's data is waited for: p sends it only when it has every rank's header, so perhaps another is missing.
+  __device__ bool again(std::uint32_t p) {
+    return wait.again(p, [this](std::uint32_t blamed) {
+      for (std::uint32_t r = 0; r < kWorld; r++)
+        if (r != rank && ptx::load_relaxed_sys(&a.place.control(rank)->headers[r][epoch % 2].request).x != epoch)
+          return r;
+      return blamed;
+    });
+  }
+
   // The team's first thread waits for a word; all go on together, and know whether to.
   __device__ bool await(const std::uint32_t* word, std::uint32_t value, std::uint32_t peer) {
     if (t == 0) {
-      while (!reached(ptx::load_relaxed_sys(word), value) && wait.again(peer)) {
+      while (!reached(ptx::load_relaxed_sys(word), value) && again(peer)) {
       }
       ptx::load_acquire_sys(word);  // once: every acquire empties the L1 cache of its SM
       if (wait.broken) stop[team] = 1;
@@ -221,7 +234,7 @@ struct Exchange {
   __device__ void await_direct(std::uint32_t p) {
     const std::uint32_t* word = &staging(rank).done[p][channel];
     if (channel >= channels(a.pairs[p].recv_bytes)) return;
-    while (ptx::load_relaxed_sys(word) != epoch && wait.again(p)) {
+    while (ptx::load_relaxed_sys(word) != epoch && again(p)) {
     }
     ptx::load_acquire_sys(word);
   }
@@ -288,7 +301,9 @@ struct Exchange {
   __device__ void run(std::uint32_t blocks) {
     if (block == 0)
       for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-        if (p != rank) a.place.send_header(p, epoch, a.digest, a.pairs[p].send_bytes, address(p));
+        if (const std::uint64_t expected = a.pairs[p].recv_bytes; p != rank)
+          a.place.send_header(p, epoch, a.digest, a.pairs[p].send_bytes, address(p) | expected >> 32 << 48,
+                              std::uint32_t(expected));
     for (std::uint32_t k = 1; k < kWorld; k++) {
       const std::uint32_t p = (rank + k) % kWorld;
       if (by_flags(a.pairs[p].send_bytes)) send_packets(p, blocks);
@@ -315,7 +330,7 @@ namespace a2a {
 
 template <bool kLarge>
 __device__ void all_to_all_push(const Params& a) {
-  __shared__ std::uint64_t outputs[kWorld];
+  __shared__ std::uint64_t outputs[kTeams][kWorld];
   __shared__ volatile std::uint32_t stop[2 * kTeams];
   const std::uint32_t rank = a.place.rank, blocks = gridDim.x - a.copiers;
   if (blockIdx.x >= blocks) {
@@ -326,7 +341,7 @@ __device__ void all_to_all_push(const Params& a) {
     return;
   }
   std::uint32_t* epochs = a.place.control(rank)->epoch;
-  const std::uint32_t epoch = epochs[blockIdx.x] + 1;
+  const std::uint32_t epoch = next_epoch(epochs[blockIdx.x]);
   if (kLarge) {
     if (threadIdx.x < 2 * kTeams) stop[threadIdx.x] = 0;
     __syncthreads();
@@ -337,7 +352,7 @@ __device__ void all_to_all_push(const Params& a) {
                     rank,
                     blockIdx.x,
                     epoch,
-                    outputs,
+                    outputs[team / 2],
                     stop,
                     team,
                     team % 2,

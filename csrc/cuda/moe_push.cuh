@@ -65,8 +65,8 @@ __device__ constexpr std::uint64_t mark(std::uint32_t epoch, std::uint32_t value
 // A peer may be one call ahead of a rank that still looks: it needs what the rank has sent, not that it was seen. It can't be
 // two ahead. Any other epoch is old.
 __device__ constexpr bool has_reached(std::uint64_t seen, std::uint64_t wanted) {
-  const std::uint32_t ahead = std::uint32_t(seen >> 32) - std::uint32_t(wanted >> 32);
-  return ahead == 1 || (ahead == 0 && std::uint32_t(seen) >= std::uint32_t(wanted));
+  const std::uint32_t at = std::uint32_t(seen >> 32), call = std::uint32_t(wanted >> 32);
+  return at == next_epoch(call) || (at == call && std::uint32_t(seen) >= std::uint32_t(wanted));
 }
 
 // int32 offsets into a plan, the tensor that a dispatch leaves for its combine and the backwards.
@@ -96,7 +96,7 @@ struct Moe {
   __device__ std::uint32_t rank() const { return place.rank; }
   __device__ const Stage& stage_here() const { return *place.at<Stage>(rank(), stage); }
   __device__ Stage& stage_at(std::uint32_t r) const { return *place.at<Stage>(r, stage); }
-  __device__ std::uint32_t epoch() const { return place.control(rank())->epoch[0] + 1; }  // of the running call
+  __device__ std::uint32_t epoch() const { return next_epoch(place.control(rank())->epoch[0]); }  // of the running call
 
   // Tokens of a range, or of one chunk of it.
   __device__ static constexpr std::uint32_t range_tokens(std::uint32_t tokens) { return ceil_div(tokens, kRanges); }

@@ -34,10 +34,13 @@ enum Cause : std::uint32_t {
 constexpr std::uint32_t kRefusal = 0;  // digest of a rank whose own call was wrong
 constexpr std::uint32_t kMostRanks = 1024, kEpochs = 32;
 
+// Of the call after: never 0, which words and packets hold that nobody has written. 2 keeps the parity in turn.
+__device__ constexpr std::uint32_t next_epoch(std::uint32_t epoch) { return epoch + 1 ? epoch + 1 : 2; }
+
 // Two packets, each whole by itself.
 struct Header {
   uint4 request;  // epoch, digest, and 64 bits of the collective's own
-  uint4 more;     // epoch, 0, and 64 bits of the collective's own
+  uint4 more;     // epoch, and 96 bits of the collective's own
 };
 
 struct Control {
@@ -64,10 +67,10 @@ struct Place {
   __device__ Control* control(std::uint32_t r) const { return at<Control>(r, 0); }
 
   __device__ void send_header(std::uint32_t to, std::uint32_t epoch, std::uint32_t digest, std::uint64_t first,
-                              std::uint64_t second) const {
+                              std::uint64_t second, std::uint32_t third = 0) const {
     Header& header = control(to)->headers[rank][epoch % 2];
     ptx::store_relaxed_sys(&header.request, uint4{epoch, digest, std::uint32_t(first), std::uint32_t(first >> 32)});
-    ptx::store_relaxed_sys(&header.more, uint4{epoch, 0, std::uint32_t(second), std::uint32_t(second >> 32)});
+    ptx::store_relaxed_sys(&header.more, uint4{epoch, third, std::uint32_t(second), std::uint32_t(second >> 32)});
   }
 };
 
@@ -100,8 +103,10 @@ struct Wait {
     note(was ? was : record);
   }
 
-  // Call between two looks at what is waited for; false: give up. The clock is read once in 64 looks.
-  __device__ bool again(std::uint32_t peer) {
+  // Call between two looks at what is waited for; false: give up. The clock is read once in 64 looks. `blame` says whom to name
+  // when the deadline passes.
+  template <typename Blame>
+  __device__ bool again(std::uint32_t peer, const Blame& blame) {
     if (broken) return false;
     if (++spins % 64) return true;
     if (failed()) return false;
@@ -110,9 +115,13 @@ struct Wait {
     if (last_look)
       fail(kClosed, peer);  // what it had sent has arrived, and that was looked for since
     else if (now - start > place.timeout_ns)
-      fail(kTimeout, peer);
+      fail(kTimeout, blame(peer));
     last_look = ptx::load_relaxed_sys(&place.control(place.rank)->closed[peer]) != 0;
     return !broken;
+  }
+
+  __device__ bool again(std::uint32_t peer) {
+    return again(peer, [](std::uint32_t p) { return p; });
   }
 
   // Wait for p's header of this call; a peer that is in another one, or has refused its own, is a failure. `measure`: on one
@@ -133,6 +142,7 @@ struct Wait {
       if (ns > late.longest_ns) late.longest_ns = ns;
     }
     start = 0;
+    if (digest == kRefusal) return seen;  // peers blame this rank, not this rank them
     if (!broken && seen.request.y != digest) fail(seen.request.y == kRefusal ? kRefused : kMismatch, p);
     return seen;
   }
