@@ -68,10 +68,12 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name)])
     monkeypatch.setattr(type(context), "set_forkserver_preload", lambda *_: None)
 
-    def call(*words: str | Path) -> Told:
+    def call(*words: str | Path, environment: dict[str, str] | None = None) -> Told:
         monkeypatch.setattr(sys, "argv", ["a2a", *map(str, words)])
         for name in set(os.environ) - set(clean_environment()):
             monkeypatch.delenv(name)
+        for name, value in (environment or {}).items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as left:
             main()
         return Told(left.value.code, *capsys.readouterr())
@@ -157,6 +159,9 @@ def test_doctor_lists_this_machine_and_exits_with_0(here: Here) -> None:
     ):
         assert word in told.stdout
     assert "Nothing here keeps a2a from working" in told.stdout
+    (c10d,) = [line for line in told.stdout.splitlines() if " c10d " in line]
+    assert c10d.startswith("+")
+    assert "takes what nothing else can" in c10d
 
 
 @pytest.fixture
@@ -368,6 +373,42 @@ def test_plan_names_the_algorithm_and_why_not_the_others(here: Here) -> None:
     assert [(plan["bytes"], plan["algorithm"]) for plan in plans] == [(4 << 10, "pairwise"), (64 << 20, "pairwise")]
     assert "c10d" in dict(plans[0]["rejected"])
     assert "not c10d: " in told.stderr
+
+
+@pytest.mark.parametrize(("topology", "ranks"), [("cpu:2x2", 4), ("gb200:nvl72x2", 144)])
+def test_plan_says_what_no_algorithm_supports_and_the_way_out(here: Here, topology: str, ranks: int) -> None:
+    told = here("plan", "moe", "--experts", "288", "--topology", topology, "--json", "-")
+    assert told.returncode == 1
+    (plan,) = [json.loads(text) for text in told.stdout.splitlines()]
+    assert (plan["algorithm"], plan["ranks"], plan["time_us"]) == (None, ranks, None)
+    rejected = dict(plan["rejected"])
+    assert rejected.keys() == {"direct", "staged"}
+    assert all("spans 2 domains" in why for why in rejected.values())
+    text = " ".join(told.stderr.split())
+    assert "no algorithm supports this" in text
+    assert "not staged: " in text
+    assert f"of the ranks of one domain ({ranks // 2} here)" in text
+    assert "Traceback" not in text
+
+
+def test_ranks_that_no_algorithm_supports_are_told_without_a_traceback() -> None:
+    told = run(*A2A, "plan", "moe", "--ranks", "2", environment={"A2A_TOPOLOGY": "cpu:2x1"})
+    assert told.returncode == 1
+    assert "no algorithm supports this" in told.stdout
+    assert "spans 2 domains" in told.stdout
+    assert "Traceback" not in told.stdout + told.stderr
+
+
+def test_plan_for_a_topology_needs_none_of_its_ranks(here: Here) -> None:
+    given = here("plan", "all_to_all", "--topology", "gb200:nvl72x2")
+    assert given.returncode == 0
+    assert "144 ranks" in given.stdout
+    assert "1M float32: c10d" in given.stdout
+    assert here("plan", "all_to_all", environment={"A2A_TOPOLOGY": "gb200:nvl72x2"}).stdout == given.stdout
+    within = here("plan", "all_to_all", "--topology", "gb200:nvl72x1")
+    assert "1M float32: push" in within.stdout
+    assert "spans" not in within.stdout
+    assert "leave --ranks out" in here("plan", "moe", "--topology", "cpu:2", "--ranks", "3").stderr
 
 
 def test_demo_is_right_and_ends_with_one_clear_sentence() -> None:

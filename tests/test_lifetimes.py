@@ -70,6 +70,25 @@ def ends(ways: list[str]) -> int:
     return max(0, shared_mappings() - before)  # fewer: what an earlier test left was collected meanwhile
 
 
+def repeated_after_close(symmetric: bool) -> None:
+    """Calls that were made before take a shorter way, which must end with the communicator, too."""
+    comm = a2a.communicator(timeout=20)
+    source = comm.empty(4, 3) if symmetric else torch.empty(4, 3)
+    output = comm.empty(4, 3) if symmetric else torch.empty(4, 3)
+    source.fill_(comm.rank)
+    for _ in range(3):
+        a2a.all_to_all_single(output, source, group=comm)
+    assert comm.prepared, "no call was prepared: this would test the ordinary way alone"
+    a2a.all_to_all_single(output, source, group=comm, async_op=True).wait()
+    dist.barrier()
+    comm.close()
+    output.fill_(-7)
+    for async_op in (False, True):
+        with pytest.raises(a2a.A2AError, match=f"all_to_all_single.* closed on rank {comm.rank}"):
+            a2a.all_to_all_single(output, source, group=comm, async_op=async_op)
+    assert output.eq(-7).all()
+
+
 def destroy_in_flight(keep_work: bool) -> None:
     """The group goes while rank 0 still has an exchange in flight, to which rank 1 never comes."""
     comm = a2a.communicator()
@@ -372,6 +391,11 @@ def time_limits() -> None:
     for nonsense in (0, -1.0, datetime.timedelta(0)):
         with pytest.raises(ValueError, match="timeout"):
             a2a.communicator(timeout=nonsense)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_repeated_call_on_a_closed_communicator_says_so(world: World, symmetric: bool) -> None:
+    world.run(repeated_after_close, symmetric=symmetric)
 
 
 @pytest.mark.parametrize("way", ENDS)

@@ -400,7 +400,7 @@ class CpuShm(Transport):
     def failed(self) -> bool:
         return bool(self._closed or self._lib.a2a_failure(self.handle))
 
-    def raise_failure(self, result: int, op: str, peer: int | None = None) -> None:
+    def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
         if self._interrupt is not None:
             error, self._interrupt = self._interrupt, None
             raise error
@@ -412,8 +412,12 @@ class CpuShm(Transport):
         if result == cpu.NOT_OPEN or self._closed:
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
         if result == cpu.PEER_REFUSED:
-            who = self._lib.a2a_last_peer(self.handle) if peer is None else peer
-            why = self._lib.a2a_refusal(self.handle).decode(errors="replace")
+            if refusal is None:
+                refusal = (
+                    self._lib.a2a_last_peer(self.handle),
+                    self._lib.a2a_refusal(self.handle).decode(errors="replace"),
+                )
+            who, why = refusal
             raise MismatchError(
                 f"{op}: rank {who} refused its own call, so nothing was exchanged: {why}",
                 rank=self.rank,

@@ -251,8 +251,8 @@ struct Layers::Layer {
                               k.data(), index.data(),  offsets.data(),  &overflow,     capacity,
                               height,   shape.limit,   shape.rows_wire, shape.compact, direct};
     r.expect("the result of dispatch",
-             a2a_moe_dispatch(moe, request[0], x.data(), quantised ? x_scales.data() : nullptr, ids_pointer,
-                              use_wide ? 8 : 4, given_weights() ? w.data() : nullptr, n, &out),
+             a2a_moe_dispatch(moe, x.data(), quantised ? x_scales.data() : nullptr, ids_pointer, use_wide ? 8 : 4,
+                              given_weights() ? w.data() : nullptr, n, &out),
              a2a::kOk);
     r.expect("overflow", overflow, plan->dropped[r.rank]);
     local = 0;
