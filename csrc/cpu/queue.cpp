@@ -5,7 +5,6 @@
 
 #include <pthread.h>
 #include <time.h>
-#include <unistd.h>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -95,7 +94,7 @@ a2a_ticket* submit(Context& c, a2a_ticket* t) {
   t->references = 2;
   t->next = nullptr;
   pthread_mutex_lock(&q.mutex);
-  if (q.stop || c.pid != getpid()) {
+  if (q.stop || in_child(c)) {
     t->result = q.stop ? kNotOpen : kForked;
     t->references = 1;
     pthread_mutex_unlock(&q.mutex);
