@@ -20,7 +20,11 @@ typedef void (*Copy)(u8* out, const u8* in, std::size_t bytes);
 constexpr std::size_t kSlot = 256 << 10, kSlots = 4;  // of a ring in shared memory; also what is read at once
 
 void libc_copy(u8* out, const u8* in, std::size_t bytes) { std::memcpy(out, in, bytes); }
-constexpr Copy kCopies[] = {libc_copy, a2a::A2A_ISA::copy_stream};
+void line_by_line(u8* out, const u8* in, std::size_t bytes) {
+  a2a::A2A_ISA::copy_row_stream(out, in, bytes);
+  a2a::A2A_ISA::fence();
+}
+constexpr Copy kCopies[] = {libc_copy, a2a::A2A_ISA::copy_stream, line_by_line};
 
 // One cache line each, in shared memory; each is written by one rank.
 struct Words {

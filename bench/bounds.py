@@ -47,7 +47,7 @@ ISA_FLAGS = {  # as in csrc/CMakeLists.txt
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
     "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 }
-COPIES = ("memcpy", "stream")  # kCopies in bounds.cpp
+COPIES = ("memcpy", "stream", "lines")  # kCopies in bounds.cpp
 MEMCPY_MOST, STREAM_LEAST = 4 << 20, 256 << 10  # bytes of a half: beyond them, that copy is far behind the other
 WORDS, SLOT, SLOTS = 256, 256 << 10, 4  # bytes of a rank's words; and as in bounds.cpp
 WORD_BYTES = 16 * 2 * WORDS  # for up to 16 bounds
@@ -155,7 +155,9 @@ def bounds(exchange: Any, library: ctypes.CDLL, memory: mmap.mmap) -> list[Conte
         made.append(_contender(name, library, function, one, output, source, exchange, (source, bounce, memory)))
 
     add("flag", "bound_flag")
-    for copy in COPIES:
+    if half > MEMCPY_MOST:  # no bound, as it is slower: what copying several pages at a time gains
+        add("copy line by line", "bound_copy", "lines", symmetric=True)
+    for copy in COPIES[:2]:
         if (copy == "memcpy" and half > MEMCPY_MOST) or (copy == "stream" and half < STREAM_LEAST):
             continue
         add(f"copy by {copy}", "bound_copy", copy, symmetric=True)
