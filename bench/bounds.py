@@ -203,6 +203,33 @@ def _contender(
     return Contender(f"bound {name}", run, check, algorithm=name, optional=True)
 
 
+def library_call(exchange: Any, comm: Any, memory: str) -> Contender:
+    """What `a2a.all_to_all_single` calls in the end, alone: the rest of its time is its checks, in Python."""
+    import torch
+
+    import a2a
+    from a2a.cli.exchanges import POISON
+
+    count = exchange.num_bytes // exchange.dtype.itemsize
+    make = comm.empty if memory == "symmetric" else torch.empty
+    source, output = make(count, dtype=exchange.dtype), make(count, dtype=exchange.dtype)
+    exchange.fill(source)
+    a2a.all_to_all_single(output, source, group=comm)
+    prepared = comm.prepared[source.dtype, source.shape, output.shape]
+    call, address, to, of = prepared.call, prepared.address, output.data_ptr(), source.data_ptr()
+
+    def run() -> None:
+        call(address, to, of)
+
+    def check() -> int:
+        output.view(torch.uint8).fill_(POISON)
+        run()
+        return int(exchange.wrong(output))
+
+    run.keep = source  # type: ignore[attr-defined]
+    return Contender(f"call {memory}", run, check, algorithm=memory)
+
+
 def _pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -232,6 +259,8 @@ def work(request: Request, emit: Emit) -> None:
                 dataclasses.replace(a2a_contender(exchange, comm, "symmetric"), name="a2a symmetric"),
                 dataclasses.replace(a2a_contender(exchange, comm, "ordinary"), name="a2a ordinary"),
                 dataclasses.replace(dist_contender("a2a", exchange, group), name="a2a dist"),
+                library_call(exchange, comm, "symmetric"),
+                library_call(exchange, comm, "ordinary"),
                 dist_contender("gloo", exchange, None),
                 *([mpi_contender(exchange, world)] if world is not None else []),
                 memcpy_contender(exchange),
@@ -265,6 +294,7 @@ class Row:
     reached: float
     needed_us: float
     a2a_us: float
+    call_us: float  # of which in the library
     bound_us: float
     bound: str
 
@@ -288,17 +318,17 @@ def rows(lines: Sequence[Line], floors: Sequence[Floor] = FLOORS) -> Iterator[Ro
             if not (mine and baseline and able):
                 continue
             best = min(able, key=lambda line: line.p50_us or 0)
-            base_us, a2a_us, bound_us = (x.p50_us or 0.0 for x in (baseline[0], mine[0], best))
-            yield Row(
-                case, floor.baseline, size, ratio, base_us / a2a_us, base_us / ratio, a2a_us, bound_us, best.algorithm
-            )
+            call = next(x for x in cell if x.impl == "call" and x.algorithm == case.get("memory", "ordinary"))
+            base_us, a2a_us, call_us, bound_us = (x.p50_us or 0.0 for x in (baseline[0], mine[0], call, best))
+            reached, needed_us = base_us / a2a_us, base_us / ratio
+            yield Row(case, floor.baseline, size, ratio, reached, needed_us, a2a_us, call_us, bound_us, best.algorithm)
 
 
 def markdown(lines: Sequence[Line], *, met: bool) -> str:
     """The table of bench/README.md: of the floors that this run misses, or (`met`) of all."""
     out = [
-        "| tensors | bytes | against | floor | reached | the bound allows | floor needs, us | a2a, us | bound, us | bound |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| tensors | bytes | against | floor | reached | bound allows | floor needs, us | a2a | library | bound | by |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for row in rows(lines):
         if row.reached >= row.floor and not met:
@@ -311,7 +341,7 @@ def markdown(lines: Sequence[Line], *, met: bool) -> str:
             f"{row.floor:g}",
             f"{row.reached:.3g}",
             f"**{allowed}**" if row.forbidden else allowed,
-            *(show.us_text(us) for us in (row.needed_us, row.a2a_us, row.bound_us)),
+            *(show.us_text(us) for us in (row.needed_us, row.a2a_us, row.call_us, row.bound_us)),
             row.bound,
         )
         out.append(f"| {' | '.join(cells)} |")
