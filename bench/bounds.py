@@ -274,7 +274,7 @@ def work(request: Request, emit: Emit) -> None:
                     "memory": "ordinary" if what == "dist" else what,
                     "through": "dist" if what == "dist" else "a2a",
                 }
-                cell = Cell("all_to_all", size, "float32", 2, case if impl == "a2a" else {}, env)
+                cell = Cell("all_to_all_bounds", size, "float32", 2, case if impl == "a2a" else {}, env)
                 line = cell.line(impl, timings[contender.name]["total"], algorithm=contender.algorithm)
                 emit({"line": asdict(line)})
             del contenders
@@ -376,7 +376,7 @@ def main() -> int:
             tuple(parse.sizes(arguments.only)),
             arguments.budget,
             mpi is not None,
-            " ".join(["python bench/bounds.py", *sys.argv[1:]]),
+            f"python bench/bounds.py --only {arguments.only} --budget {arguments.budget:g}",
         )
         run_ranks(sent, request, 2, lambda message: lines.append(Line(**message["line"])), mpi=mpi)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
