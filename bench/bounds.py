@@ -156,7 +156,7 @@ def bounds(exchange: Any, library: ctypes.CDLL, memory: mmap.mmap) -> list[Conte
 
     add("flag", "bound_flag")
     if half > MEMCPY_MOST:  # no bound, as it is slower: what copying several pages at a time gains
-        add("copy line by line", "bound_copy", "lines", symmetric=True)
+        add("line by line", "bound_copy", "lines", symmetric=True)
     for copy in COPIES[:2]:
         if (copy == "memcpy" and half > MEMCPY_MOST) or (copy == "stream" and half < STREAM_LEAST):
             continue
@@ -208,26 +208,19 @@ def library_call(exchange: Any, comm: Any, memory: str) -> Contender:
     import torch
 
     import a2a
-    from a2a.cli.exchanges import POISON
+    from a2a.cli.exchanges import contender
 
     count = exchange.num_bytes // exchange.dtype.itemsize
     make = comm.empty if memory == "symmetric" else torch.empty
     source, output = make(count, dtype=exchange.dtype), make(count, dtype=exchange.dtype)
-    exchange.fill(source)
     a2a.all_to_all_single(output, source, group=comm)
     prepared = comm.prepared[source.dtype, source.shape, output.shape]
     call, address, to, of = prepared.call, prepared.address, output.data_ptr(), source.data_ptr()
 
-    def run() -> None:
+    def run(keep: object = source) -> None:
         call(address, to, of)
 
-    def check() -> int:
-        output.view(torch.uint8).fill_(POISON)
-        run()
-        return int(exchange.wrong(output))
-
-    run.keep = source  # type: ignore[attr-defined]
-    return Contender(f"call {memory}", run, check, algorithm=memory)
+    return contender(f"call {memory}", exchange, source, output, run, algorithm=memory)
 
 
 def _pages(num_bytes: int) -> int:

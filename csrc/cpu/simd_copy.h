@@ -12,7 +12,7 @@ inline void stream_line(u8* out, const u8* in) {
 inline void copy_line(u8* out, const u8* in) { std::memcpy(out, in, 64); }
 
 // Four pages at a time, their lines interleaved and the next four prefetched: one page after the other leaves the memory
-// controller with too few requests in flight (bench/results/cpu_bounds.jsonl: "copy by stream", "copy line by line").
+// controller with too few requests in flight (bench/results/cpu_bounds.jsonl: "copy by stream", "line by line").
 template <void (*kLine)(u8*, const u8*)>
 void copy_pages(u8* out, const u8* in, std::size_t bytes) {
   const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(out)) & 63;
