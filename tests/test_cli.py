@@ -186,7 +186,7 @@ def test_plan_says_what_no_algorithm_supports_and_the_way_out(here: Here, topolo
     (plan,) = [json.loads(text) for text in told.stdout.splitlines()]
     assert (plan["algorithm"], plan["ranks"], plan["time_us"]) == (None, ranks, None)
     rejected = dict(plan["rejected"])
-    assert rejected.keys() == {"direct", "staged"}
+    assert rejected.keys() >= {"direct", "staged"}
     assert all("spans 2 domains" in why for why in rejected.values())
     text = " ".join(told.stderr.split())
     assert "no algorithm supports this" in text
