@@ -46,13 +46,15 @@ if TYPE_CHECKING:
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
-_TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 512  # the kernels' own constants
-_SENDERS, _SUMMERS = (
-    16,
-    48,
-)  # blocks of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
+_TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 256  # the kernels' own constants
+_TILE_BYTES = 4 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
+_TILER_BYTES = 112 << 10  # of a block's tiles
+_SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
+# SMs of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
+_SENDERS, _SUMMERS = 16, 48
 _CHUNK_BYTES = 8 << 20  # of tokens that a rank brings: long enough to hide a gate, short enough to overlap
 _MOST_CHUNKS = 60
+_PARTS = ("send", "expand", "sum")
 _STAGING_BYTES, _MOST_STAGING_BYTES = 256 << 20, 2 << 30  # for a peer, for all of them
 _MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
 _NO_LIMIT = 0xFFFFFFFF
@@ -102,7 +104,7 @@ _Counts = _params("_Counts", "offsets counts overflow host ticket", "capacity si
 _Expand = _params(
     "_Expand",
     "rows scales weights rank token k index x x_scales ids topk_weights out_rows grad_weights",
-    "capacity compact_capacity first_chunk end_chunk own last",
+    "capacity compact_capacity first_chunk end_chunk own_first own_end last unused",
 )
 _Sum = _params("_Sum", "rows weights row_grads ids y weight_grads", "compact compact_rows chunk last")
 
@@ -154,7 +156,6 @@ class Geometry:
     @staticmethod
     def of(spec: MoeSpec, world_size: int) -> Geometry:
         senders = _SENDERS if spec.num_sms is None else max(1, min(_SENDERS, spec.num_sms // 5))
-        summers = _SUMMERS if spec.num_sms is None else max(1, min(_SUMMERS, spec.num_sms // 2))
         wire = _round(spec.hidden, 16) + _round(spec.scale_blocks * (4 if spec.wire == "fp8" else 1), 16)
         sums = spec.hidden * 4 if spec.wire_combine == "float32" else spec.row_bytes
         slot = _round(max(wire if spec.wire else spec.row_bytes, sums), 128)
@@ -166,6 +167,9 @@ class Geometry:
         while 2 * -(-each // chunks) > most and -(-each // chunks) > 1:
             chunks += 1  # two chunks must fit a ring
         chunk_tokens = -(-each // chunks)
+        # With one chunk nothing goes on beside the sums.
+        sms = min(_MOST_BLOCKS // _SUMS_A_SM, _SUMMERS if chunks > 1 else 1 << 30, (spec.num_sms or 1 << 30) // 2)
+        summers = max(1, sms) * _SUMS_A_SM
         ring = max(2, min(most, chunk_tokens * chunks))
         stage = _round(8 * (world_size * _MOST_BLOCKS + world_size), 256)
         return Geometry(
@@ -227,27 +231,32 @@ class PushExchange(MoeExchange):
 
     def _load(self, planner_bytes: int) -> None:
         spec, g, place = self._spec, self._geometry, self._transport.place
+        tile_bytes = _TILE_BYTES[0] if g.chunks == 1 else _TILE_BYTES[1]
         defines = {
             "WORLD": self._comm.world_size, "TOP_K": spec.top_k, "HIDDEN": spec.hidden, "DTYPE": _DTYPE[spec.dtype],
             "WIRE": _WIRE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
             "COMPACT": int(spec.layout == "compact"), "DROP": int(spec.overflow == "drop"),
-            "WIDE_SUMS": int(spec.wire_combine == "float32"), "TEAM": _TEAM,
+            "WIDE_SUMS": int(spec.wire_combine == "float32"), "TEAM": _TEAM, "TILE_BYTES": tile_bytes,
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(place.device).multi_processor_count
         most = sms if spec.num_sms is None else min(sms, spec.num_sms)
-        expanders, finishers = max(1, most - g.senders) * 2, max(1, most - g.summers)
+        expanders, finishers = max(1, most - g.senders) * 2, most * _SUMS_A_SM
+        if g.chunks > 1:
+            finishers = max(1, finishers - g.summers)
         self._calls: dict[str, tuple[cuda.Call, Any]] = {}
         with torch.cuda.device(place.device):
-            modules = {
-                part: cuda.module(f"moe_push_{part}", place.arch, tuple(defines.items()), place.context)
-                for part in ("send", "expand", "sum")
-            }
+            parts = cuda.modules([f"moe_push_{p}" for p in _PARTS], place.arch, tuple(defines.items()), place.context)
+            modules = dict(zip(_PARTS, parts, strict=True))
         quantised = ["_quantised"] if spec.wire else []
         for suffix in ["", "_gradient", *quantised]:
             self._add(modules["send"], f"send{suffix}", _Send, g.senders, _TEAM * _TEAMS,
                       0 if suffix == "_gradient" else planner_bytes * _TEAMS)  # fmt: skip
-        for suffix in ["", "_gradient", "_gradient_weighted", "_gradient_dots", *quantised]:
+        for suffix in ["_gradient", "_gradient_weighted", "_gradient_dots", *(["", *quantised] if spec.wire else [])]:
             self._add(modules["expand"], f"expand{suffix}", _Expand, expanders, _EXPAND_THREADS)
+        if not spec.wire:
+            tile = _round(-(-spec.row_bytes // -(-spec.row_bytes // tile_bytes)), 16)
+            tilers = min(16, _TILER_BYTES // tile)
+            self._add(modules["expand"], "expand", _Expand, expanders, 32 * tilers, tilers * tile)
         self._add(modules["expand"], "gate", _Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", _Counts, 1, 1024)
         self._add(modules["expand"], "refuse", _Gate, 1, 128)
@@ -267,7 +276,7 @@ class PushExchange(MoeExchange):
     def _launch(self, name: str, stream: int, at: str = "", *patch: int) -> cuda.Step:
         call, values = self._calls[name]
         offset = getattr(type(values), at).offset if at else 0
-        return cuda.Step(cuda.Step.LAUNCH, stream, ctypes.addressof(call), offset, len(patch), (c_uint32 * 4)(*patch))
+        return cuda.Step(cuda.Step.LAUNCH, stream, ctypes.addressof(call), offset, len(patch), (c_uint32 * 6)(*patch))
 
     def _record(self, event: int, stream: int) -> cuda.Step:
         return cuda.Step(cuda.Step.RECORD, stream, self._events[event])
@@ -292,19 +301,24 @@ class PushExchange(MoeExchange):
         return [self._record(0, 0), self._wait(0, 1), self._wait(0, 2)]
 
     def _chunks(self, worker: Any, signals: int, headers: bool) -> list[cuda.Step]:
-        """Gate after gate, and behind each the work on its chunk; then the caller's stream waits for the last."""
+        """Gate after gate, and around it what works on its chunk, before and behind; then the caller's stream waits for the last."""
         chunks, steps = self._geometry.chunks, []
         for c in range(chunks):
-            steps.append(self._launch("gate", 1, "chunk", c, signals, int(headers and c == 0)))
-            steps += [self._record(2 + c, 1), self._wait(2 + c, 2), worker(c, c == chunks - 1)]
+            gate = self._launch("gate", 1, "chunk", c, signals, int(headers and c == 0))
+            before, behind = worker(c, c == chunks - 1)
+            steps += [gate, self._record(2 + c, 1), *before, self._wait(2 + c, 2), behind]
         return [*steps, self._record(1, 2), self._wait(1, 0)]
 
     def _spread(self, send: str, expand: str, counts: bool) -> tuple[list[cuda.Step], list[cuda.Step]]:
-        """What sends, up to the gate that knows where rows lie; and what makes rows of it."""
+        """What sends, up to the gate that knows where rows lie; and what makes rows of it.
+
+        A chunk of own tokens is expanded before each of the peers': it needs no gate, and finds in the cache what was sent.
+        """
         g = self._geometry
 
-        def chunk(c: int, last: bool) -> cuda.Step:
-            return self._launch(expand, 2, "first_chunk", c, c + 1, 0, int(last))
+        def chunk(c: int, last: bool) -> tuple[list[cuda.Step], cuda.Step]:
+            own = self._launch(expand, 2, "first_chunk", 0, 0, c, c + 1, 0)
+            return [own], self._launch(expand, 2, "first_chunk", c, c + 1, 0, 0, int(last))
 
         if g.chunks == 1:
             gate = (
@@ -312,12 +326,11 @@ class PushExchange(MoeExchange):
                 if counts
                 else self._launch("gate", 0, "chunk", 0, g.ranges, 1)
             )
-            return [self._launch(send, 0), gate], [self._launch(expand, 0, "first_chunk", 0, 1, 1, 1)]
+            return [self._launch(send, 0), gate], [self._launch(expand, 0, "first_chunk", 0, 1, 0, 1, 1)]
         first = [*self._fork(), self._launch(send, 0)]
         if counts:
             first += [self._launch("gate_counts", 1, "signals", 0), self._record(1, 1), self._wait(1, 2)]
-        own = self._launch(expand, 2, "first_chunk", 0, 0, 1, 0)
-        return first, [own, *self._chunks(chunk, g.ranges, not counts)]
+        return first, self._chunks(chunk, g.ranges, not counts)
 
     def _gather(self, sum_: str, finish: str) -> list[cuda.Step]:
         g = self._geometry
@@ -328,8 +341,8 @@ class PushExchange(MoeExchange):
                 self._launch(finish, 0, "chunk", 0, 1),
             ]
 
-        def chunk(c: int, last: bool) -> cuda.Step:
-            return self._launch(finish, 2, "chunk", c, int(last))
+        def chunk(c: int, last: bool) -> tuple[list[cuda.Step], cuda.Step]:
+            return [], self._launch(finish, 2, "chunk", c, int(last))
 
         return [*self._fork(), self._launch(sum_, 0), *self._chunks(chunk, g.summers, True)]
 
@@ -356,6 +369,7 @@ class PushExchange(MoeExchange):
         topk_ids_TK: torch.Tensor,
         weights_TK: torch.Tensor | None,
     ) -> Dispatched:
+        x_TH = _aligned(x_TH)
         spec, num_tokens, device = self._spec, topk_ids_TK.shape[0], self._comm.device
         suffix = "" if scales is None else "_quantised"
         ids = torch.empty(topk_ids_TK.shape, dtype=torch.int32, device=device)
@@ -425,6 +439,7 @@ class PushExchange(MoeExchange):
         return Dispatched(rows, scales, counts, offsets, weights, rank, token, k, index, overflow, ids, plan)
 
     def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
+        rows_RH = _aligned(rows_RH)
         suffix, num_tokens = "" if weights_R is None else "_weighted", origins.topk_ids_TK.shape[0]
         y = torch.empty(num_tokens, self._spec.hidden, dtype=self._spec.dtype, device=self._comm.device)
         m = self._begin("combine", num_tokens, origins.plan)
@@ -438,6 +453,7 @@ class PushExchange(MoeExchange):
     def combine_backward(
         self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_TH, rows_RH = _aligned(grad_TH), None if rows_RH is None else _aligned(rows_RH)
         num_tokens, num_rows, device = grad_TH.shape[0], origins.row_rank_R.shape[0], self._comm.device
         expand = "expand_gradient" + ("_dots" if rows_RH is not None else "" if weights_R is None else "_weighted")
         grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype, device=device)
@@ -456,6 +472,7 @@ class PushExchange(MoeExchange):
     def dispatch_backward(
         self, grad_rows: torch.Tensor, grad_weights_R: torch.Tensor, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_rows = _aligned(grad_rows)
         spec, num_tokens, device = self._spec, origins.topk_ids_TK.shape[0], self._comm.device
         grad_x = torch.empty(num_tokens, spec.hidden, dtype=spec.dtype, device=device)
         grad_weights = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=device)
@@ -488,6 +505,11 @@ def _event(library: Any) -> int:
     cuda.check(library.a2a_cuda_event(ctypes.byref(event)), "cuEventCreate")
     assert event.value is not None
     return event.value
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Rows at an address that vectors of 16 bytes take."""
+    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:

@@ -18,6 +18,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Step(Structure):
         ("what", c_void_p),
         ("patch_at", c_uint32),
         ("patch_words", c_uint32),
-        ("patch", c_uint32 * 4),
+        ("patch", c_uint32 * 6),
     )
 
 
@@ -217,6 +218,13 @@ def module(name: str, arch: str, defines: tuple[tuple[str, int], ...], context: 
     peers that in turn wait in the second.
     """
     return Module(name, arch, dict(defines))
+
+
+def modules(names: list[str], arch: str, defines: tuple[tuple[str, int], ...], context: int) -> list[Module]:
+    """Several modules, compiled at the same time."""
+    with ThreadPoolExecutor(len(names)) as pool:  # the compiler lets go of Python's lock
+        list(pool.map(lambda name: compile_cubin(name, arch, dict(defines)), names))
+    return [module(name, arch, defines, context) for name in names]
 
 
 def compiler() -> Any:

@@ -145,7 +145,7 @@ enum { A2A_CUDA_LAUNCH = 0, A2A_CUDA_RECORD = 1, A2A_CUDA_WAIT = 2 };
 typedef struct {
   uint32_t kind, stream;                     // which of `streams`
   void* what;                                // a2a_cuda_call, or an event
-  uint32_t patch_at, patch_words, patch[4];  // words that replace the parameters' from that byte on
+  uint32_t patch_at, patch_words, patch[6];  // words that replace the parameters' from that byte on
 } a2a_cuda_step;
 A2A_API int a2a_cuda_run(const a2a_cuda_step* steps, uint32_t count, void* const* streams);
 A2A_API int a2a_cuda_event(void** event);

@@ -113,9 +113,10 @@ struct Moe {
   __device__ const std::int32_t* starts_from(std::uint32_t s) const {
     return plan + PlanAt::kFrom + s * PlanAt::kStarts;
   }
-  // [token][rank]: u of the token there, or -1
+  // [token][rank]: the token's number i there among those of its range, or -1
   __device__ std::int32_t* numbers() const { return plan + PlanAt::kPadding + 2 * local_experts; }
-  // [source][u][k]: rows of that token in expert order, then -1; also -1 for a row that was dropped
+  // [source][u, or the token where this rank is the source][k]: its rows in expert order, then -1; also -1 for a row that was
+  // dropped
   __device__ std::int32_t* lists() const { return numbers() + std::uint64_t(max_tokens) * kWorld; }
   __device__ std::int32_t* list(std::uint32_t source, std::uint32_t u) const {
     return lists() + (std::uint64_t(source) * max_tokens + u) * kTopK;
@@ -123,6 +124,12 @@ struct Moe {
 
   __device__ std::uint64_t* counts_at(std::uint32_t at, std::uint32_t source, std::uint32_t epoch) const {
     return place.at<std::uint64_t>(at, counts) + std::uint64_t(epoch % 2 * kWorld + source) * (kCountsAt + most_local);
+  }
+
+  __device__ std::uint32_t range_of(std::uint32_t token) const { return token / range_tokens(tokens); }
+  // u of a token whose number in its range is i, at rank r
+  __device__ std::uint32_t u_of(std::uint32_t token, std::uint32_t r, std::uint32_t i) const {
+    return i + std::uint32_t(starts_to(r)[range_of(token) * kChunks]);
   }
 
   // Where rank `source` writes at rank `at`.
@@ -220,6 +227,43 @@ __device__ inline std::uint32_t place_of(std::uint32_t home, std::uint32_t lane)
 __device__ inline bool has_failed(const Moe& m) {
   return ptx::load_relaxed_sys(&m.place.control(m.rank())->failure) != 0;
 }
+
+// A tile of a row: what a warp moves by bulk copies, through its part of shared memory.
+constexpr std::uint32_t kTiles = ceil_div(kRowBytes, TILE_BYTES);
+constexpr std::uint32_t kTileBytes = align_up(ceil_div(kRowBytes, kTiles), 16);
+constexpr std::uint32_t kMostTilers = 112 * 1024 / kTileBytes, kTilers = kMostTilers < 16 ? kMostTilers : 16;  // warps
+
+struct Tile {
+  std::uint8_t* buffer;
+  std::uint64_t* barrier;
+  std::uint32_t phase = 0;
+
+  // The warp's own; all lanes call it once.
+  __device__ Tile(std::uint8_t* shared, std::uint64_t* barriers, std::uint32_t warp, std::uint32_t lane)
+      : buffer(shared + warp * kTileBytes), barrier(barriers + warp) {
+    if (lane == 0) ptx::bulk_barrier_init(barrier);
+    __syncwarp();
+  }
+  __device__ static std::uint32_t bytes(std::uint32_t tile) {
+    return tile + 1 < kTiles ? kTileBytes : kRowBytes - tile * kTileBytes;
+  }
+  __device__ void load(const std::uint8_t* row, std::uint32_t tile, std::uint32_t lane) const {
+    if (lane == 0) ptx::bulk_load(buffer, row + tile * kTileBytes, bytes(tile), barrier);
+  }
+  __device__ void await() {
+    ptx::bulk_await(barrier, phase);
+    phase ^= 1;
+  }
+  // By each lane to a row of its own. `release` lets the buffer be loaded again.
+  __device__ void store(std::uint8_t* row, std::uint32_t tile) const {
+    ptx::bulk_store(row + tile * kTileBytes, buffer, bytes(tile));
+    ptx::bulk_commit();
+  }
+  __device__ void release() const {
+    ptx::bulk_wait_read();
+    __syncwarp();
+  }
+};
 
 // Columns are kColumns a vector; on the wire, a byte each.
 struct Quantised {

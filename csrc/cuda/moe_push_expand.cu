@@ -4,7 +4,7 @@
 //   The dot product has 256 lanes by column, added in order, then halves pairwise: the CPU kernels' order.
 //
 // Cost     copied bytes: each token read once, each row written once (the dot product also reads each row once)
-// Launch   gates: one block.  Others: any grid, behind the gate of what they read.  The call's last one says so.
+// Launch   gates: one block.  moe_push_expand without a wire format: kTilers warps, each with kTileBytes of shared memory.  Others: any grid, behind the gate of what they read.  The call's last one says so.
 // Buffers  rows and all that describes them private; slots symmetric
 // VISIBLE  see moe_push_send.cu: a gate acquires every sender's `progress` (counts carry their own marks), and its end precedes
 //          the next kernel's loads.  Own tokens are expanded behind a gate that has acquired this rank's own `progress`.
@@ -162,7 +162,8 @@ struct Expand {
   float* grad_weights;               // its results
   std::uint32_t capacity, compact_capacity;
   std::uint32_t first_chunk, end_chunk;  // of the peers' tokens
-  std::uint32_t own, last;               // not 0: own tokens and padding, too; the call's last kernel
+  std::uint32_t own_first, own_end;      // of own tokens; the first ones bring the padding along
+  std::uint32_t last;                    // not 0: the call's last kernel
 };
 
 // A piece of a token, as it came or as it goes into rows. kKeep: it stays in the wire format.
@@ -291,47 +292,94 @@ struct Expander {
     return e;
   }
 
-  // Store a piece of a token into its rows.
-  __device__ void put(const Got<kWireRows>& got, const P& piece, std::uint32_t number, std::uint32_t s,
-                      std::uint32_t token, std::uint32_t u, const Entry& e) const {
-    std::int32_t row = -1;
-    if (e.valid) {
-      const std::uint32_t at = WorkspaceAt::first_rows(m)[e.expert * kWorld + s] + e.position;
-      if (at < a.capacity) row = std::int32_t(at);
-    }
-    const std::uint32_t compact = m.plan[PlanAt::kDistinct + s] + u;
-    if (kCompact) {
-      if (compact < a.compact_capacity) got.store(piece, a, compact);
-    } else {
-      for (std::uint32_t left = __ballot_sync(kFull, row >= 0); left; left &= left - 1)
-        got.store(piece, a, __shfl_sync(kFull, row, __ffs(left) - 1));
-    }
-    if (number != 0) return;
+  // The lane's row, or -1 where it has none or it was dropped.
+  __device__ std::int32_t row_of(const Entry& e, std::uint32_t s) const {
+    if (!e.valid) return -1;
+    const std::uint32_t at = WorkspaceAt::first_rows(m)[e.expert * kWorld + s] + e.position;
+    return at < a.capacity ? std::int32_t(at) : -1;
+  }
+
+  // What the rows of a token are told about it, and the list of them. u: of an own token, unless rows are compact, any.
+  __device__ void describe(std::uint32_t s, std::uint32_t token, std::uint32_t u, const Entry& e,
+                           std::int32_t row) const {
     const std::uint32_t rows = __popc(__ballot_sync(kFull, e.valid));
-    if (e.valid) m.list(s, u)[e.place] = row;
-    if (lane >= rows && lane < kTopK) m.list(s, u)[lane] = -1;
+    std::int32_t* list = m.list(s, s == m.rank() ? token : u);
+    if (e.valid) list[e.place] = row;
+    if (lane >= rows && lane < kTopK) list[lane] = -1;
     if (row < 0) return;
     a.weights[row] = e.weight;
     a.rank[row] = std::int32_t(s);
     a.token[row] = std::int32_t(token);
     a.k[row] = std::int32_t(e.k);
-    if (kCompact) a.index[row] = std::int32_t(compact);
+    if (kCompact) a.index[row] = m.plan[PlanAt::kDistinct + s] + std::int32_t(u);
+  }
+
+  // Store a piece of a token into its rows.
+  __device__ void put(const Got<kWireRows>& got, const P& piece, std::uint32_t number, std::uint32_t s,
+                      std::uint32_t token, std::uint32_t u, const Entry& e) const {
+    const std::int32_t row = row_of(e, s);
+    if (kCompact) {
+      const std::uint32_t compact = m.plan[PlanAt::kDistinct + s] + u;
+      if (compact < a.compact_capacity) got.store(piece, a, compact);
+    } else {
+      for (std::uint32_t left = __ballot_sync(kFull, row >= 0); left; left &= left - 1)
+        got.store(piece, a, __shfl_sync(kFull, row, __ffs(left) - 1));
+    }
+    if (number == 0) describe(s, token, u, e, row);
+  }
+
+  // The same for a tile that is on its way into shared memory.
+  __device__ void put_tile(Tile& tile, std::uint32_t number, std::uint32_t s, std::uint32_t token, std::uint32_t u,
+                           const Entry& e) const {
+    const std::int32_t row = row_of(e, s);
+    std::int64_t to = row;
+    if (kCompact) {
+      const std::uint32_t compact = m.plan[PlanAt::kDistinct + s] + u;
+      to = lane == 0 && compact < a.compact_capacity ? std::int64_t(compact) : -1;
+    }
+    tile.await();
+    if (to >= 0) tile.store(a.rows + to * kRowBytes, number);
+    if (number == 0) describe(s, token, u, e, row);
+    tile.release();
+  }
+
+  // Call f(token, unit of it, u where rows are compact) for the own tokens of this launch's chunks that stay here.
+  template <typename F>
+  __device__ void own(std::uint32_t units, F f) const {
+    for (std::uint32_t c = a.own_first; c < a.own_end; c++) {
+      const std::uint32_t each = Moe::chunk_tokens(m.tokens);
+      for (std::uint32_t item = warp; item < kRanges * each * units; item += warps) {
+        const std::uint32_t j = item / units, token = m.token_at(j / each, c) + j % each;
+        if (token >= m.token_at(j / each, c + 1)) continue;
+        const std::int32_t i = m.numbers()[std::uint64_t(token) * kWorld + m.rank()];
+        if (i >= 0) f(token, item % units, kCompact ? m.u_of(token, m.rank(), std::uint32_t(i)) : 0);
+      }
+    }
+  }
+
+  __device__ void dispatch_tiles(Tile tile) const {
+    own(kTiles, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
+      tile.load(a.x + std::uint64_t(token) * kRowBytes, number, lane);
+      put_tile(tile, number, m.rank(), token, u, entry_of_own(token));
+    });
+    padding<true>();
+    peers(kTiles, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
+      tile.load(m.slot(m.rank(), slot, epoch), number, lane);
+      const Meta& meta = m.meta(m.rank(), slot, epoch);
+      put_tile(tile, number, s, meta.token, u, entry_of_slot(meta));
+    });
+    ptx::bulk_wait();
   }
 
   template <bool kReady>
   __device__ void dispatch() const {
-    if (a.own) {
-      for (std::uint32_t item = warp; item < m.tokens * P::kCount; item += warps) {
-        const std::uint32_t token = item / P::kCount, number = item % P::kCount;
-        const std::int32_t u = m.numbers()[std::uint64_t(token) * kWorld + m.rank()];
-        if (u < 0) continue;
-        const P piece(number, lane);
-        Got<kWireRows> got;
-        load<kReady>(got, piece, token);
-        put(got, piece, number, m.rank(), token, u, entry_of_own(token));
-      }
-      padding<true>();
-    }
+    own(P::kCount, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
+      const P piece(number, lane);
+      Got<kWireRows> got;
+      load<kReady>(got, piece, token);
+      put(got, piece, number, m.rank(), token, u, entry_of_own(token));
+    });
+    padding<true>();
     peers(P::kCount, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
       const P piece(number, lane);
       Got<kWireRows> got;
@@ -344,6 +392,7 @@ struct Expander {
   // Rows that no token fills: zero.
   template <bool kDispatch>
   __device__ void padding() const {
+    if (a.own_first || !a.own_end) return;
     const std::uint32_t most = m.alignment - 1;
     for (std::uint32_t item = warp; item < m.local_experts * most; item += warps) {
       const std::int32_t* of_expert = m.plan + PlanAt::kPadding + 2 * (item / most);
@@ -480,22 +529,17 @@ struct Expander {
   template <bool kWeighted, bool kDot>
   __device__ void gradient() const {
     constexpr std::uint32_t kUnits = kDot ? 1 : P::kCount;
-    if (a.own) {
-      for (std::uint32_t item = warp; item < m.tokens * kUnits; item += warps) {
-        const std::uint32_t token = item / kUnits;
-        const std::int32_t u = m.numbers()[std::uint64_t(token) * kWorld + m.rank()];
-        if (u < 0) continue;
-        if constexpr (kDot) {
-          put_with_dots(m.rank(), u, [&](Got<false>& got, const P& piece) { load<false>(got, piece, token); });
-        } else {
-          const P piece(item % kUnits, lane);
-          Got<false> got;
-          load<false>(got, piece, token);
-          put_gradient<kWeighted>(got, piece, m.rank(), u);
-        }
+    own(kUnits, [&](std::uint32_t token, std::uint32_t number, std::uint32_t) {
+      if constexpr (kDot) {
+        put_with_dots(m.rank(), token, [&](Got<false>& got, const P& piece) { load<false>(got, piece, token); });
+      } else {
+        const P piece(number, lane);
+        Got<false> got;
+        load<false>(got, piece, token);
+        put_gradient<kWeighted>(got, piece, m.rank(), token);
       }
-      padding<false>();
-    }
+    });
+    padding<false>();
     peers(kUnits, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
       if constexpr (kDot) {
         put_with_dots(s, u, [&](Got<false>& got, const P& piece) { load_slot(got, piece, slot); });
@@ -545,12 +589,23 @@ extern "C" __global__ void moe_push_refuse(const __grid_constant__ Gate a) {
   end_call(a.m, epoch);
 }
 
+#if WIRE
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand(const __grid_constant__ Expand a) {
   if (has_failed(a.m)) return;
   const Expander e(a);
   e.dispatch<false>();
   e.end();
 }
+#else
+extern "C" __global__ void __launch_bounds__(32 * kTilers) moe_push_expand(const __grid_constant__ Expand a) {
+  extern __shared__ __align__(128) std::uint8_t buffers[];
+  __shared__ std::uint64_t barriers[kTilers];
+  if (has_failed(a.m)) return;
+  const Expander e(a);
+  e.dispatch_tiles(Tile(buffers, barriers, threadIdx.x / 32, e.lane));
+  e.end();
+}
+#endif
 
 #if WIRE
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand_quantised(const __grid_constant__ Expand a) {

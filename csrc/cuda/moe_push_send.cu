@@ -68,15 +68,6 @@ struct Sender {
     const std::int64_t e = id(i);
     return e >= 0 && e < m.experts ? std::uint32_t(e) : kNone;
   }
-  // A bit for each of 32 ranks, from `first`, that hold an expert of the token.
-  __device__ std::uint32_t ranks_of(std::uint32_t token, std::uint32_t first) const {
-    std::uint32_t found = 0;
-    for (std::uint32_t k = 0; k < kTopK; k++) {
-      const std::uint32_t e = expert(token * kTopK + k), r = e == kNone ? kNone : (m.homes[e] >> 16) - first;
-      if (r < 32) found |= 1u << r;
-    }
-    return found;
-  }
 
   // Tokens of this warp: the planners cut their range in turn.
   __device__ std::uint32_t warp_token(std::uint32_t w) const {
@@ -85,33 +76,68 @@ struct Sender {
     return at < end ? at : end;
   }
 
-  // Rows of each expert and tokens of each rank among this warp's tokens; each id's place among them.
+  // What the lanes of a warp look at together: the ids of kGroup tokens.
+  static constexpr std::uint32_t kGroup = 32 / kTopK;
+  struct Ids {
+    std::uint32_t expert, home;
+  };
+  __device__ Ids ids_of(std::uint32_t token0, std::uint32_t end) {
+    const std::uint32_t i = token0 * kTopK + lane;
+    if (lane >= kGroup * kTopK || token0 + lane / kTopK >= end) return {kNone, kNone};
+    const std::uint32_t e = expert(i);
+    a.ids_out[i] = std::int32_t(id(i));
+    if (e == kNone && id(i) != -1) wait.fail(kOutOfRange, rank);
+    return {e, e == kNone ? kNone : m.homes[e]};
+  }
+
+  // Rows of each expert and tokens of each rank among this warp's tokens; each id's and each token's place among them.
   __device__ void count(std::uint32_t* counts) {
-    const std::uint32_t begin = warp_token(warp), end = warp_token(warp + 1);
+    const std::uint32_t begin = warp_token(warp), end = warp_token(warp + 1), before = (1u << lane) - 1;
     std::uint32_t* positions = WorkspaceAt::positions(m);
-    for (std::uint32_t i0 = begin * kTopK; i0 < end * kTopK; i0 += 32) {
-      const std::uint32_t i = i0 + lane;
-      const bool mine = i < end * kTopK;
-      const std::uint32_t e = mine ? expert(i) : kNone;
-      if (mine) a.ids_out[i] = std::int32_t(id(i));
-      if (mine && e == kNone && id(i) != -1) wait.fail(kOutOfRange, rank);
-      const std::uint32_t same = __match_any_sync(kFull, e);
-      const std::uint32_t before = e != kNone ? counts[e] : 0;
+    for (std::uint32_t i = begin * kWorld + lane; i < end * kWorld; i += 32) m.numbers()[i] = -1;
+    Ids now = ids_of(begin, end);
+    for (std::uint32_t t0 = begin; t0 < end; t0 += kGroup) {
+      const Ids next = ids_of(t0 + kGroup, end);
+      const bool valid = now.expert != kNone;
+      const std::uint32_t r = now.home >> 16, token = t0 + lane / kTopK;
+      const std::uint32_t same = __match_any_sync(kFull, now.expert);
+      const std::uint32_t same_token = __match_any_sync(kFull, (lane / kTopK) << 16 | r);
+      const bool first = valid && lane == std::uint32_t(__ffs(same_token)) - 1;  // of the token's ids at rank r
+      const std::uint32_t firsts = __ballot_sync(kFull, first);
+      const std::uint32_t same_rank = __match_any_sync(kFull, first ? r : kNone) & firsts;
+      const std::uint32_t rows = valid ? counts[now.expert] : 0, tokens = first ? counts[m.experts + r] : 0;
+      start_chunks(counts, t0, end, firsts, r);
       __syncwarp();
-      if (e != kNone) {
-        positions[i] = before + __popc(same & ((1u << lane) - 1));
-        if (lane == std::uint32_t(__ffs(same)) - 1) counts[e] = before + __popc(same);
+      if (valid) {
+        positions[token * kTopK + lane % kTopK] = rows + __popc(same & before);
+        if (!(same & before)) counts[now.expert] = rows + __popc(same);
+      }
+      if (first) {
+        m.numbers()[std::uint64_t(token) * kWorld + r] = std::int32_t(tokens + __popc(same_rank & before));
+        if (!(same_rank & before)) counts[m.experts + r] = tokens + __popc(same_rank);
       }
       __syncwarp();
+      now = next;
     }
-    for (std::uint32_t t0 = begin; t0 < end; t0 += 32)
-      for (std::uint32_t first = 0; first < kWorld; first += 32) {
-        const std::uint32_t ranks = t0 + lane < end ? ranks_of(t0 + lane, first) : 0;
-        for (std::uint32_t r = first; r < kWorld && r < first + 32; r++) {
-          const std::uint32_t going = __ballot_sync(kFull, ranks >> (r - first) & 1);
-          if (lane == 0) counts[m.experts + r] += __popc(going);
-        }
+  }
+
+  // Keep the counts before each chunk that begins among the kGroup tokens from t0 on. `firsts`: lanes that stand for a token at
+  // their rank r.
+  __device__ void start_chunks(const std::uint32_t* counts, std::uint32_t t0, std::uint32_t end, std::uint32_t firsts,
+                               std::uint32_t r) const {
+    const std::uint32_t each = Moe::chunk_tokens(m.tokens), first = m.token_at(range, 0);
+    for (std::uint32_t c = ceil_div(t0 - first, each); c < kChunks; c++) {
+      const std::uint32_t at = first + c * each;
+      if (at >= t0 + kGroup || at >= end) break;
+      const std::uint32_t earlier = firsts & ((1u << (at - t0) * kTopK) - 1);
+      for (std::uint32_t rank0 = 0; rank0 < kWorld; rank0 += 32) {
+        const std::uint32_t to = rank0 + lane;
+        std::uint32_t start = to < kWorld ? counts[m.experts + to] : 0;
+        for (std::uint32_t left = earlier; left; left &= left - 1)
+          start += __shfl_sync(kFull, r, __ffs(left) - 1) == to;
+        if (to < kWorld) m.plan[PlanAt::kTo + to * PlanAt::kStarts + range * kChunks + c] = std::int32_t(start);
       }
+    }
   }
 
   // Counts of the warps before instead of each warp's own, and the range's in the histogram.
@@ -165,31 +191,24 @@ struct Sender {
     send_count(to, kStartsAt + at, u);
   }
 
-  // Each token's number at each rank, and where the chunks begin.
+  // The same places among all of this rank's rows and this range's tokens; and where the chunks begin.
   __device__ void number(const std::uint32_t* counts, const std::uint32_t* base) {
     const std::uint32_t begin = warp_token(warp), end = warp_token(warp + 1), first = m.token_at(range, 0);
-    std::uint32_t* positions = WorkspaceAt::positions(m);
+    const std::uint32_t each = Moe::chunk_tokens(m.tokens);
     const std::uint32_t* before = counts + warp * columns();
+    std::uint32_t* positions = WorkspaceAt::positions(m);
     for (std::uint32_t i = begin * kTopK + lane; i < end * kTopK; i += 32)
       if (const std::uint32_t e = expert(i); e != kNone) positions[i] += base[e] + before[e];
-    const std::uint32_t each = Moe::chunk_tokens(m.tokens);
-    for (std::uint32_t rank0 = 0; rank0 < kWorld; rank0 += 32) {
-      std::uint32_t next[kWorld < 32 ? kWorld : 32];
-      for (std::uint32_t r = 0; r < kWorld - rank0 && r < 32; r++)
-        next[r] = base[m.experts + rank0 + r] + before[m.experts + rank0 + r];
-      for (std::uint32_t t0 = begin; t0 < end; t0 += 32) {
-        const std::uint32_t token = t0 + lane;
-        const std::uint32_t ranks = token < end ? ranks_of(token, rank0) : 0;
-        for (std::uint32_t r = 0; r < kWorld - rank0 && r < 32; r++) {
-          const std::uint32_t going = __ballot_sync(kFull, ranks >> r & 1);
-          const std::uint32_t u = next[r] + __popc(going & ((1u << lane) - 1));
-          next[r] += __popc(going);
-          if (token >= end) continue;
-          m.numbers()[std::uint64_t(token) * kWorld + rank0 + r] = ranks >> r & 1 ? std::int32_t(u) : -1;
-          if ((token - first) % each == 0) send_start(rank0 + r, range * kChunks + (token - first) / each, u);
-        }
-      }
+    for (std::uint32_t i = begin * kWorld + lane; i < end * kWorld; i += 32) {
+      if (const std::int32_t in_warp = m.numbers()[i]; in_warp >= 0)
+        m.numbers()[i] = in_warp + std::int32_t(before[m.experts + i % kWorld]);
     }
+    if (begin == end) return;
+    for (std::uint32_t c = ceil_div(begin - first, each); c < kChunks && first + c * each < end; c++)
+      for (std::uint32_t r = lane; r < kWorld; r += 32) {
+        const std::uint32_t at = range * kChunks + c, q = m.experts + r;
+        send_start(r, at, m.plan[PlanAt::kTo + r * PlanAt::kStarts + at] + base[q] + before[q]);
+      }
   }
 
   // Chunks without tokens begin where the range ends.
@@ -252,14 +271,11 @@ struct Sender {
       const std::uint32_t same = __ballot_sync(kFull, e != kNone && home >> 16 == r);
       left &= ~same;
       if (r == rank) continue;
-      Meta& meta = m.meta(r, slot_number(r, m.numbers()[std::uint64_t(token) * kWorld + r]), epoch);
+      const std::uint32_t number = m.numbers()[std::uint64_t(token) * kWorld + r];
+      Meta& meta = m.meta(r, m.slot_number(r, rank, range, number), epoch);
       if (same >> lane & 1) *reinterpret_cast<uint4*>(meta.entries + place) = entry;
       if (lane == 0) *reinterpret_cast<uint4*>(&meta) = uint4{token, std::uint32_t(__popc(same)), 0, 0};
     }
-  }
-
-  __device__ std::uint64_t slot_number(std::uint32_t r, std::uint32_t u) const {
-    return m.slot_number(r, rank, range, u - m.starts_to(r)[range * kChunks]);
   }
 
   // A piece of a token, to every other rank that gets it.
@@ -289,8 +305,8 @@ struct Sender {
       const std::uint32_t to = first + lane;
       const std::int32_t mine = to < kWorld && to != rank ? m.numbers()[std::uint64_t(token) * kWorld + to] : -1;
       for (std::uint32_t left = __ballot_sync(kFull, mine >= 0); left; left &= left - 1) {
-        const std::uint32_t r = first + __ffs(left) - 1, u = __shfl_sync(kFull, mine, __ffs(left) - 1);
-        std::uint8_t* slot = m.slot(r, slot_number(r, u), epoch);
+        const std::uint32_t r = first + __ffs(left) - 1, i = __shfl_sync(kFull, mine, __ffs(left) - 1);
+        std::uint8_t* slot = m.slot(r, m.slot_number(r, rank, range, i), epoch);
         if constexpr (kWire == kNoWire) {
           piece.store(slot, v);
         } else {
@@ -310,14 +326,16 @@ struct Sender {
 
   template <bool kPlan, bool kReady>
   __device__ void send(volatile std::uint32_t* stop) {
-    constexpr std::uint32_t kPieces = Piece<kDeep>::kCount;
+    constexpr std::uint32_t kPieces = Piece<kDeep>::kCount, kItems = kPieces + kPlan;
     for (std::uint32_t c = 0; c < kChunks; c++) {
       if (!await_room(c, stop)) return;
       const std::uint32_t begin = m.token_at(range, c), end = m.token_at(range, c + 1);
-      for (std::uint32_t item = warp; item < (end - begin) * kPieces; item += kTeam / 32) {
-        const std::uint32_t token = begin + item / kPieces, piece = item % kPieces;
-        send_piece<kReady>(token, piece);
-        if (kPlan && piece == 0) send_meta(token);
+      for (std::uint32_t item = warp; item < (end - begin) * kItems; item += kTeam / 32) {
+        const std::uint32_t token = begin + item / kItems, piece = item % kItems;
+        if (piece < kPieces)
+          send_piece<kReady>(token, piece);
+        else
+          send_meta(token);
       }
       barrier();
       for (std::uint32_t r = t; r < kWorld; r += kTeam)

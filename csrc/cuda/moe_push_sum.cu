@@ -17,7 +17,8 @@
 
 namespace a2a {
 
-constexpr std::uint32_t kDeep = 4, kBatch = 4;  // vectors of a lane and row, and rows, in flight
+constexpr std::uint32_t kDeep = 2, kBatch = 4;  // vectors of a lane and row, and rows, in flight
+constexpr std::uint32_t kThreads = 256;         // of a block; three share an SM
 using P = Piece<kDeep>;
 
 struct Sum {
@@ -153,9 +154,15 @@ struct Summer {
     return all;
   }
 
-  // The lane's row of token u of `source`.
+  // The lane's row of token u of another rank, or of an own one.
   __device__ std::int32_t row_of(std::uint32_t source, std::uint32_t u) const {
-    if (!a.compact) return lane < kTopK ? m.list(source, u)[lane] : -1;
+    return a.compact ? compact_row(source, u) : lane < kTopK ? m.list(source, u)[lane] : -1;
+  }
+  __device__ std::int32_t row_of_own(std::uint32_t token, std::uint32_t i) const {
+    if (a.compact) return compact_row(m.rank(), m.u_of(token, m.rank(), i));
+    return lane < kTopK ? m.list(m.rank(), token)[lane] : -1;
+  }
+  __device__ std::int32_t compact_row(std::uint32_t source, std::uint32_t u) const {
     const std::uint32_t row = m.plan[PlanAt::kDistinct + source] + u;
     return lane == 0 && row < a.compact_rows ? std::int32_t(row) : -1;
   }
@@ -212,9 +219,8 @@ struct Summer {
 
   // ---- finish: at the owner
 
-  __device__ std::uint64_t slot_number(std::uint32_t token, std::uint32_t r, std::uint32_t u) const {
-    const std::uint32_t range = token / Moe::range_tokens(m.tokens);
-    return m.slot_number(m.rank(), r, range, u - m.starts_to(r)[range * kChunks]);
+  __device__ std::uint64_t slot_number(std::uint32_t token, std::uint32_t r, std::uint32_t i) const {
+    return m.slot_number(m.rank(), r, m.range_of(token), i);
   }
 
   template <bool kWeighted>
@@ -223,18 +229,18 @@ struct Summer {
     Part total;
     bool any = false;
     for (std::uint32_t r = 0; r < kWorld; r++) {
-      const std::int32_t u = m.numbers()[std::uint64_t(token) * kWorld + r];
-      if (u < 0) continue;
+      const std::int32_t i = m.numbers()[std::uint64_t(token) * kWorld + r];
+      if (i < 0) continue;
       Part part;
       if (r == m.rank()) {
-        if (!sum_rows<kWeighted>(part, piece, row_of(r, u))) continue;
+        if (!sum_rows<kWeighted>(part, piece, row_of_own(token, i))) continue;
         if constexpr (!kWideSums && kDtype != kFloat32) {  // as if it had travelled
           uint4 v[kDeep];
           part.join(v);
           part.split(v);
         }
       } else {
-        const std::uint64_t slot = slot_number(token, r, u);
+        const std::uint64_t slot = slot_number(token, r, i);
         if (kDrop && !reinterpret_cast<const Back*>(&m.meta(m.rank(), slot, epoch))->rows) continue;
         load_sum(part, piece, m.slot(m.rank(), slot, epoch));
       }
@@ -264,12 +270,12 @@ struct Summer {
     if (lane >= kTopK) return;
     float grad = 0;
     if (valid) {
-      const std::uint32_t u = m.numbers()[std::uint64_t(token) * kWorld + r];
       if (r == m.rank()) {
-        const std::int32_t row = m.list(r, u)[place];
+        const std::int32_t row = m.list(r, token)[place];
         if (row >= 0) grad = a.row_grads[row];
       } else {
-        grad = reinterpret_cast<const Back*>(&m.meta(m.rank(), slot_number(token, r, u), epoch))->grads[place];
+        const std::uint32_t number = m.numbers()[std::uint64_t(token) * kWorld + r];
+        grad = reinterpret_cast<const Back*>(&m.meta(m.rank(), slot_number(token, r, number), epoch))->grads[place];
       }
     }
     a.weight_grads[i] = grad;
@@ -302,20 +308,20 @@ __device__ inline void send_headers(const Moe& m) {
 
 using namespace a2a;
 
-extern "C" __global__ void __launch_bounds__(512) moe_push_sum(const __grid_constant__ Sum a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_sum(const __grid_constant__ Sum a) {
   send_headers(a.m);
   Summer(a).sum<false>();
 }
 
-extern "C" __global__ void __launch_bounds__(512) moe_push_sum_weighted(const __grid_constant__ Sum a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_sum_weighted(const __grid_constant__ Sum a) {
   send_headers(a.m);
   Summer(a).sum<true>();
 }
 
-extern "C" __global__ void __launch_bounds__(512) moe_push_finish(const __grid_constant__ Sum a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_finish(const __grid_constant__ Sum a) {
   if (!has_failed(a.m)) Summer(a).finish<false>();
 }
 
-extern "C" __global__ void __launch_bounds__(512) moe_push_finish_weighted(const __grid_constant__ Sum a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_finish_weighted(const __grid_constant__ Sum a) {
   if (!has_failed(a.m)) Summer(a).finish<true>();
 }

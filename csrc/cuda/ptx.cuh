@@ -74,16 +74,6 @@ __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* p
   return v;
 }
 
-// 16 bytes that are read once, or not again soon: they leave the L1 cache alone.
-__device__ __forceinline__ uint4 load_once(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-
 // Of a part of the block, a multiple of 32 threads; __syncthreads is number 0.
 __device__ __forceinline__ void barrier(std::uint32_t number, std::uint32_t threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
@@ -95,6 +85,47 @@ __device__ __forceinline__ std::uint64_t swap_if_zero_sys(std::uint64_t* p, std:
   asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], 0, %2;" : "=l"(was) : "l"(p), "l"(v) : "memory");
   return was;
 }
+
+// Bulk copies, by the copy engine of an SM; 16-byte addresses and sizes. Loads arrive at a barrier in shared memory, which one
+// thread has told how many bytes to expect. Stores belong to the thread that made them: `bulk_wait_read` says that their sources
+// may be written again, `bulk_wait` that they have arrived.
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void bulk_barrier_init(std::uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_await(std::uint64_t* barrier, std::uint32_t phase) {
+  std::uint32_t done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(phase)
+                 : "memory");
+  } while (!done);
+}
+
+__device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Conversions: two floats to a word (low half first) and back, to nearest even. e4m3 saturates at 448. They touch no memory,
 // and say so: the compiler may move loads across them.
