@@ -207,11 +207,11 @@ class Communicator:
             raise UnsupportedError(f"{op}: no transport serves this group ({reasons}). See `a2a doctor`")
         return self.transport
 
-    def raise_failure(self, result: int, op: str, peer: int | None = None) -> None:
-        """Raise the error behind a kernel's result; `peer`: whose refusal it was, where that is known."""
+    def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
+        """Raise the error behind a kernel's result; `refusal`: (peer, why), where it isn't the last one of a peer."""
         if self._closed or self.transport is None:
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
-        self.transport.raise_failure(result, op, peer)
+        self.transport.raise_failure(result, op, refusal)
 
     def own(self, release: Callable[[], None]) -> None:
         """Call `release` when the communicator closes, last in first out."""

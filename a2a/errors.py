@@ -51,4 +51,12 @@ class InterruptedRankError(A2AError):
 
 
 class UnsupportedError(A2AError):
-    """This machine, build or request can't be served; the message says why and what can be done."""
+    """This machine, build or request can't be served; the message says why and what can be done.
+
+    Attributes:
+        rejected: (algorithm, reason) of each that can't, where the planner raised it.
+    """
+
+    def __init__(self, message: str, *, rejected: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.rejected = rejected

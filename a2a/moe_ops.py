@@ -2,7 +2,7 @@
 
 Decisions:
 
-* `Library.define` and `impl` rather than `custom_op`, which costs four times as much per call.
+* `Library.define` and `impl` rather than `custom_op`, which costs several times as much per call.
 * The ops are **effectful** (ordered): a compiler may not remove, reorder or recompute them, since every rank counts
 on every other.
 * An ExpertParallel is named by a number in their signature, since a graph can't hold the object. The registry of

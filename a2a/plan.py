@@ -59,7 +59,8 @@ def choose(request: Request, comm: Communicator) -> Plan:
     if not able:
         raise UnsupportedError(
             f"{request.op}: no algorithm supports this request: "
-            + "; ".join(f"{name}: {why}" for name, why in rejected)
+            + "; ".join(f"{name}: {why}" for name, why in rejected),
+            rejected=tuple(rejected),
         )
     able.sort(key=lambda entry: entry[0])
     best = able[0]

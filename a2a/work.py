@@ -106,11 +106,12 @@ class Work:
             if result == cpu.PENDING:
                 return False
             peer = library.a2a_ticket_peer(self._ticket)
+            why = library.a2a_ticket_refusal(self._ticket).decode(errors="replace")  # a copy: the ticket goes now
             library.a2a_release(self._ticket)
             self._ticket = None
             try:
                 if result:
-                    self._comm.raise_failure(result, self._op, peer)
+                    self._comm.raise_failure(result, self._op, (peer, why))
                 elif self._finish is not None:
                     self._finish()
             except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -73,3 +74,11 @@ def two(own_pool: Pool) -> A2AWorld:
 @pytest.fixture(scope="module")
 def four(own_pool: Pool) -> A2AWorld:
     return A2AWorld(own_pool, 4)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command line in this process; see `cli_run`."""
+    from cli_run import in_this_process  # only for tests that ask for it, as it looks for an MPI
+
+    return in_this_process(monkeypatch, capsys)

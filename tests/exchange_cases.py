@@ -11,9 +11,13 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+import a2a
 
 FLOATS = ["float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"]
 SMALL_FLOATS = [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")] + [
@@ -149,3 +153,19 @@ def fill_freed_memory(num_bytes: int) -> None:
     gc.collect()
     for _ in range(4):
         torch.full((num_bytes,), 253, dtype=torch.uint8)
+
+
+def exchange_once(group: Any = None, seed: int = 5) -> None:
+    """One uneven exchange on a group or communicator, checked."""
+    world_size = group.world_size if isinstance(group, a2a.Communicator) else dist.get_world_size(group)
+    rank = group.rank if isinstance(group, a2a.Communicator) else dist.get_rank(group)
+    exchange = Exchange(random_splits(world_size, seed))
+    output = torch.empty_like(exchange.expected(rank))
+    a2a.all_to_all_single(output, exchange.input(rank), exchange.received(rank), exchange.sent(rank), group)
+    assert_same_bits(output, exchange.expected(rank))
+
+
+def shared_mappings() -> int:
+    """How many segments of shared memory are mapped here."""
+    gc.collect()
+    return sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())

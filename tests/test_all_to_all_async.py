@@ -68,6 +68,28 @@ def many_in_flight(calls: int, order: str) -> None:
             assert all(work.is_completed() for _, work in started)
 
 
+def refused_in_a_row(first_awaited: int) -> None:
+    """Rank 1 makes three different mistakes; rank 0 hears of each in the call that it was made in."""
+    mistakes = ([1], [1, -1], [1, 2])
+    texts = ("not equal to group size", "negative entry", "add up to 3")
+    with a2a.communicator(timeout=20) as comm:
+        output, input = torch.empty(2, 3), torch.ones(2, 3)
+        works = []
+        for splits, text in zip(mistakes, texts, strict=True):
+            if comm.rank == 1:
+                with pytest.raises(ValueError, match=text):
+                    a2a.all_to_all_single(output, input, None, splits, comm, async_op=True)
+            else:
+                works.append(a2a.all_to_all_single(output, input, None, [1, 1], comm, async_op=True))
+        dist.barrier()
+        while works and not works[-1].is_completed():  # all three have ended, none was asked why
+            time.sleep(0.001)
+        for call in range(first_awaited, first_awaited + len(works)):
+            with pytest.raises(a2a.MismatchError, match=f"rank 1 refused its own call.*{texts[call % 3]}"):
+                works[call % 3].wait()
+        dist.barrier()
+
+
 def mixed_with_synchronous(calls: int) -> None:
     """Ranks choose for themselves which calls to make asynchronously; the order of calls is what counts."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -276,6 +298,11 @@ def check_finished(work: Any, outputs: list[torch.Tensor], expected: list[torch.
         work.wait()
     for got, wanted in zip(outputs, expected, strict=True):
         assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("first_awaited", [0, 1, 2])
+def test_refusals_are_told_by_the_calls_they_belong_to(world: World, first_awaited: int) -> None:
+    world.run(refused_in_a_row, first_awaited=first_awaited)
 
 
 @pytest.mark.parametrize("op", ["single", "lists"])

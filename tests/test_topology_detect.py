@@ -8,17 +8,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
-import logging
-import multiprocessing
-import multiprocessing.connection
 import os
-import platform
 import socket
-import struct
 import threading
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,121 +19,22 @@ import pytest
 
 import a2a.topology.detect as detection
 from a2a.errors import MismatchError
-from a2a.topology import Exchange, Topology, local_facts, presets, resolve
-
-DEADLINE_S = 60.0
-CLONE_NEWNET = 0x40000000
-Main = Callable[[Exchange, int, int], Any]
-
-
-# ---- ranks
-
-
-def run_processes(mains: Sequence[Main]) -> tuple[list[Any], list[str]]:
-    """Run `mains[rank](exchange, rank, world_size)` in one process each; return the results and the tags exchanged."""
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe() for _ in mains]
-    ranks = [
-        context.Process(target=_process_main, args=(main, theirs, rank, len(mains)), daemon=True)
-        for rank, (main, (_, theirs)) in enumerate(zip(mains, pipes, strict=True))
-    ]
-    for process, (_, theirs) in zip(ranks, pipes, strict=True):
-        process.start()
-        theirs.close()
-    ours = [pipe for pipe, _ in pipes]
-    tags: list[str] = []
-    try:
-        while True:
-            messages = [_receive(pipe, rank) for rank, pipe in enumerate(ours)]
-            failed = [text for kind, _, text in messages if kind == "error"]
-            assert not failed, "\n".join(map(str, failed))
-            ((kind, tag),) = {(kind, tag) for kind, tag, _ in messages}  # all ranks do the same thing
-            if kind == "result":
-                return [value for _, _, value in messages], tags
-            tags.append(tag)
-            for pipe in ours:
-                pipe.send([payload for _, _, payload in messages])
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-
-
-def _receive(pipe: multiprocessing.connection.Connection, rank: int) -> tuple[str, str, Any]:
-    assert pipe.poll(DEADLINE_S), f"rank {rank} is stuck"
-    message: tuple[str, str, Any] = pipe.recv()
-    return message
-
-
-def _process_main(main: Main, pipe: multiprocessing.connection.Connection, rank: int, world_size: int) -> None:
-    def exchange(tag: str, payload: bytes) -> list[bytes]:
-        pipe.send(("exchange", tag, payload))
-        payloads: list[bytes] = pipe.recv()
-        return payloads
-
-    try:
-        pipe.send(("result", "", main(exchange, rank, world_size)))
-    except BaseException:
-        pipe.send(("error", "", f"rank {rank}:\n{traceback.format_exc()}"))
-
-
-def run_threads(main: Main, world_size: int) -> list[Any]:
-    """Run `main` on that many ranks, which are threads here; an exception is a result."""
-    barrier = threading.Barrier(world_size, timeout=DEADLINE_S)
-    slots: list[bytes] = [b""] * world_size
-    results: list[Any] = [None] * world_size
-
-    def body(rank: int) -> None:
-        def exchange(tag: str, payload: bytes) -> list[bytes]:
-            slots[rank] = payload
-            barrier.wait()
-            payloads = list(slots)
-            barrier.wait()
-            return payloads
-
-        try:
-            results[rank] = main(exchange, rank, world_size)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    return results
-
-
-def same(results: list[Topology]) -> Topology:
-    """The topology that all ranks found, the notes included."""
-    assert {topology.to_json() for topology in results} == {results[0].to_json()}
-    return results[0]
-
-
-def groups(topology: Topology) -> list[tuple[int, ...]]:
-    return [domain.ranks for domain in topology.domains]
-
-
-# ---- hosts
-
-
-def plain(exchange: Exchange, rank: int, world_size: int) -> Topology:
-    return detection.detect(exchange, rank, world_size)
-
-
-def own_network() -> None:
-    """Move this process into a network namespace of its own, as a container has one."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), f"unshare(CLONE_NEWNET): {os.strerror(ctypes.get_errno())}")
+from a2a.topology import Exchange, Topology, presets
+from topology_ranks import (
+    CLONE_NEWNET,
+    FACTS,
+    Main,
+    groups,
+    own_network,
+    plain,
+    run_processes,
+    same,
+)
 
 
 def in_own_network(exchange: Exchange, rank: int, world_size: int) -> Topology:
     own_network()
     return plain(exchange, rank, world_size)
-
-
-FACTS = local_facts()
 
 
 def clone_of_this_host(exchange: Exchange, rank: int, world_size: int) -> Topology:
@@ -297,178 +191,6 @@ def test_two_systems_that_hide_their_identity_are_two_domains(network_namespaces
     assert groups(same(run_processes([hidden, elsewhere, hidden])[0])) == [(0, 2), (1,)]
 
 
-# ---- refusals
-
-
-def deny_sockets() -> None:
-    """Make `socket()` fail with EPERM in this process, as container runtimes' seccomp profiles can."""
-    number = {"x86_64": 41, "aarch64": 198}.get(platform.machine())
-    if number is None:
-        raise OSError(f"the number of socket() is not known for {platform.machine()}")
-    load_number, if_equal, give = 0x20, 0x15, 0x06
-    rules = [(load_number, 0, 0, 0), (if_equal, 0, 1, number), (give, 0, 0, 0x50001), (give, 0, 0, 0x7FFF0000)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
-    libc = ctypes.CDLL(None, use_errno=True)
-    no_new_privileges, seccomp, filter_mode = 38, 22, 2
-    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(seccomp, filter_mode, ctypes.byref(program), 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl: {os.strerror(ctypes.get_errno())}")
-    with pytest.raises(PermissionError):
-        socket.socket(socket.AF_UNIX)
-
-
-def without_sockets(exchange: Exchange, rank: int, world_size: int) -> Any:
-    try:
-        deny_sockets()
-        problem = ""
-    except OSError as error:
-        problem = str(error)
-    if any(exchange("test/possible", problem.encode())):
-        return problem
-    return plain(exchange, rank, world_size)
-
-
-def with_sockets(exchange: Exchange, rank: int, world_size: int) -> Any:
-    return "" if any(exchange("test/possible", b"")) else plain(exchange, rank, world_size)
-
-
-@pytest.mark.parametrize("denied", [0, 1, 2])
-def test_a_rank_that_may_not_use_sockets_is_its_own_domain(denied: int) -> None:
-    results, _ = run_processes([without_sockets if rank == denied else with_sockets for rank in range(3)])
-    if isinstance(results[denied], str):
-        pytest.skip(f"seccomp can't be used here: {results[denied]}")
-    topology = same(results)
-    others = tuple(rank for rank in range(3) if rank != denied)
-    assert sorted(groups(topology)) == sorted([(denied,), others])
-    assert "Operation not permitted" in " ".join(topology.notes)
-
-
-def test_another_user_is_refused_by_both_sides() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to become another user")
-
-    def nobody(exchange: Exchange, rank: int, world_size: int) -> Topology:
-        os.setgid(65534)
-        os.setuid(65534)
-        return plain(exchange, rank, world_size)
-
-    topology = same(run_processes([plain, nobody, plain, nobody])[0])
-    assert groups(topology) == [(0, 2), (1, 3)]
-    assert "it runs as user id 0, this rank as 65534" in " ".join(topology.notes)
-    # A guest that does not check the owner's user id is turned away all the same.
-    door = detection._Door(uid=os.geteuid() + 1, backlog=1)
-    try:
-        assert detection._knock(door.offer, os.geteuid(), 10.0) == f"it serves user id {os.geteuid() + 1} only"
-    finally:
-        door.close()
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, None),
-        ({"ask": "00" * 16}, "it was shown a wrong token"),
-        ({"ask": ""}, "wrong|closed"),
-        ({"answer": "00" * 16}, "its socket closed or gave a wrong answer"),
-        ({"name": "00" * 16}, "its socket is not here"),
-    ],
-)
-def test_only_the_right_tokens_open_a_door(change: dict[str, str], reason: str | None) -> None:
-    door = detection._Door(os.geteuid(), backlog=4)
-    try:
-        answer = detection._knock(door.offer | change, os.geteuid(), 10.0)
-        assert answer is None if reason is None else answer is not None and any(r in answer for r in reason.split("|"))
-        assert detection._knock(door.offer, os.geteuid(), 10.0) is None  # the door serves the next one
-    finally:
-        door.close()
-
-
-def test_a_guest_who_says_nothing_holds_nobody_up() -> None:
-    door = detection._Door(os.geteuid(), backlog=4)
-    silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        silent.connect(detection._address(door.offer["name"]))
-        assert detection._knock(door.offer, os.geteuid(), 30.0) is None
-    finally:
-        silent.close()
-        door.close()
-
-
-def test_more_guests_than_the_backlog_holds_all_get_in() -> None:
-    door = detection._Door(os.geteuid(), backlog=0)
-    try:
-        results = run_threads(lambda exchange, rank, size: detection._knock(door.offer, os.geteuid(), 30.0), 24)
-        assert results == [None] * 24
-    finally:
-        door.close()
-
-
-def hanging(exchange: Exchange, rank: int, world_size: int) -> Topology:
-    """A rank whose door is there but never answers: stopped, or starved."""
-
-    def serve(self: Any) -> None:
-        self._wake.recv(1)
-
-    detection._Door._serve = serve  # type: ignore[method-assign]  # this process ends with the test
-    return detection.detect(exchange, rank, world_size, timeout_s=1.0)
-
-
-def impatient(exchange: Exchange, rank: int, world_size: int) -> tuple[Topology, float]:
-    start = time.monotonic()
-    return detection.detect(exchange, rank, world_size, timeout_s=1.0), time.monotonic() - start
-
-
-def test_a_rank_that_does_not_answer_is_left_alone_in_time() -> None:
-    results, _ = run_processes([hanging, impatient, impatient])
-    topology = same([results[0], *(found for found, _ in results[1:])])
-    assert groups(topology) == [(0,), (1, 2)]
-    assert [note for note in topology.notes if "its socket is here, but did not answer within 0.5 s" in note]
-    assert all(seconds < 30 for _, seconds in results[1:])
-
-
-def test_several_ranks_that_do_not_answer_share_one_timeout() -> None:
-    results, _ = run_processes([hanging] * 5 + [impatient])
-    assert groups(same([*results[:5], results[5][0]])) == [(rank,) for rank in range(6)]
-    assert results[5][1] < 30
-
-
-def test_a_rank_that_reaches_only_a_member_of_another_domain_is_its_own() -> None:
-    def misled(exchange: Exchange, rank: int, world_size: int) -> Topology:
-        def tampered(tag: str, payload: bytes) -> list[bytes]:
-            payloads = exchange(tag, payload)
-            if tag == "topology/offers":
-                payloads[0] = json.dumps({"closed": "(made up)"}).encode()
-            return payloads
-
-        return plain(tampered, rank, world_size)
-
-    topology = same(run_processes([plain, plain, misled])[0])
-    assert groups(topology) == [(0, 1), (2,)]
-    assert [note.split(": ", 1)[1] for note in topology.notes] == [
-        "(made up)",
-        "it is reachable, but joined rank 0, which is not",
-    ]
-
-
-def test_why_a_rank_is_apart_is_logged_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    offers = [b"", json.dumps({"closed": "(made up)"}).encode()]
-
-    def exchange(tag: str, payload: bytes) -> list[bytes]:
-        verdict = json.dumps([0, {}]).encode()
-        return {
-            "topology/facts": [payload, payload],
-            "topology/offers": [offers[1], payload],
-            "topology/verdicts": [verdict, payload],
-        }[tag]
-
-    with caplog.at_level(logging.INFO, logger="a2a"):
-        topology = detection.detect(exchange, 1, 2)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage() == f"topology: {topology.notes[0]}"
-    assert topology.notes[0].endswith("cannot share memory with rank 0: (made up)")
-
-
 # ---- leaving no trace, and bad callers
 
 
@@ -529,63 +251,3 @@ def test_a_rank_that_sends_something_else_is_named(payload: bytes) -> None:
     ) as info:
         Topology.detect(lambda tag, mine: [mine, payload], 0, 2)
     assert (info.value.rank, info.value.peer) == (0, 1)
-
-
-# ---- A2A_TOPOLOGY
-
-
-def resolving(*overrides: str | None, **options: Any) -> list[Any]:
-    """Resolve on as many ranks as there are overrides."""
-    return run_threads(lambda x, rank, size: resolve(x, rank, size, overrides[rank], **options), len(overrides))
-
-
-def test_without_an_override_the_topology_is_detected() -> None:
-    assert groups(same(resolving(None, None, None))) == [(0, 1, 2)]
-    assert resolve(None, 0, 1) == Topology.detect()
-
-
-def test_an_override_is_taken_instead_of_what_is_there(tmp_path: Path) -> None:
-    assert same(resolving("cpu:2x2", "cpu:2x2", "cpu:2x2", "cpu:2x2")) == presets.get("cpu:2x2")
-    presets.get("cpu:3x1").save(tmp_path / "three.json")
-    assert same(resolving(*[str(tmp_path / "three.json")] * 3)) == presets.get("cpu:3x1")
-    assert resolve(None, 0, 1, "cpu:1") == presets.get("cpu:1")
-
-
-def test_a_group_gets_its_part_of_the_jobs_override() -> None:
-    part = same(resolving("cpu:2x2", "cpu:2x2", "cpu:2x2", job_ranks=[3, 0, 2], job_size=4))
-    assert groups(part) == [(0, 2), (1,)]
-
-
-def all_raise(results: list[Any], kind: type[Exception], *parts: str) -> None:
-    assert [type(error) for error in results] == [kind] * len(results)
-    for error in results:
-        assert all(part in str(error) for part in parts), error
-
-
-def test_an_override_for_another_number_of_ranks_is_refused_on_all() -> None:
-    all_raise(resolving("cpu:4", "cpu:4"), ValueError, "A2A_TOPOLOGY=cpu:4 is for 4 ranks, but the job has 2")
-    all_raise(resolving("cpu:4", "cpu:4", job_ranks=[0, 1], job_size=8), ValueError, "4 ranks, but the job has 8")
-    with pytest.raises(ValueError, match="is for 2 ranks, but the job has 1"):
-        resolve(None, 0, 1, "cpu:2")
-
-
-def test_an_override_that_one_rank_can_not_load_is_refused_on_all(tmp_path: Path) -> None:
-    presets.get("cpu:2").save(tmp_path / "two.json")
-    results = resolving(str(tmp_path / "two.json"), str(tmp_path / "missing.json"))
-    all_raise(results, ValueError, "rank 1: A2A_TOPOLOGY=", "missing.json", "neither a preset nor a readable file")
-
-
-@pytest.mark.parametrize(
-    "overrides", [("cpu:4", "cpu:2x2", "cpu:4", "cpu:4"), ("cpu:4", None, "cpu:4", "cpu:4"), (None, "cpu:2")]
-)
-def test_overrides_that_differ_are_refused_on_all(overrides: tuple[str | None, ...]) -> None:
-    results = resolving(*overrides)
-    all_raise(results, MismatchError, "rank 0 has", "rank 1 has", "set A2A_TOPOLOGY alike")
-    assert [error.peer for error in results] == [1, *[0] * (len(results) - 1)]
-
-
-def test_files_of_other_names_but_equal_content_agree(tmp_path: Path) -> None:
-    names = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    for name in names:
-        presets.get("cpu:2").save(name)
-    assert same(resolving(*names)) == presets.get("cpu:2")

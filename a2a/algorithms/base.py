@@ -70,6 +70,7 @@ class Algorithm(ABC):
     op: ClassVar[str] = ""
     device_type: ClassVar[str] = ""  # of the memory that its kernels address; "": any
     deterministic: ClassVar[bool] = True
+    baseline: ClassVar[bool] = False  # serves every communicator of a process group
 
     @abstractmethod
     def unsupported(self, request: Request, comm: Communicator) -> str | None:

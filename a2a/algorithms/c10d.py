@@ -40,6 +40,7 @@ class AllToAllC10d(AllToAll):
 
     name: ClassVar[str] = "c10d"
     deterministic: ClassVar[bool] = True
+    baseline: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._asides: weakref.WeakKeyDictionary[Communicator, Aside] = weakref.WeakKeyDictionary()

@@ -160,7 +160,6 @@ class SharedMemoryExchange(MoeExchange):
             raise
         result = self._lib.a2a_moe_dispatch(
             self._moe,
-            request,
             x_TH.data_ptr(),
             scales.data_ptr() if scales is not None else None,
             topk_ids_TK.data_ptr(),

@@ -224,6 +224,10 @@ def bench(
 def plan(
     op: Op,
     ranks: Ranks = None,
+    topology: Annotated[
+        str | None,
+        typer.Option("--topology", metavar="FILE|PRESET", help="Plan for this one's ranks, without starting any."),
+    ] = None,
     sizes: Sizes = "1M",
     dtype: Dtype = "float32",
     tokens: Tokens = 1024,
@@ -240,7 +244,9 @@ def plan(
     request = command.Request(
         op, tuple(parse.sizes(sizes)), tuple(parse.dtype_names(dtype)), tokens, hidden, experts, top_k
     )
-    return command.run(request, ranks, json)
+    if topology is not None and ranks is not None:
+        raise ValueError(f"--ranks {ranks} --topology {topology}: the topology says how many ranks; leave --ranks out")
+    return command.run(request, ranks, topology, json)
 
 
 def _device(asked: str | None, ranks: int | None) -> str:

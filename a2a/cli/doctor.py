@@ -268,6 +268,10 @@ def _algorithms() -> Iterator[Fact]:
     with Communicator(lambda _, payload: [payload], 0, 1) as comm:  # of this process alone
         for algorithm in candidates():
             request = moe if algorithm.op == "moe" else PlanRequest(algorithm.op, torch.float32, 1 << 20)
+            if algorithm.baseline:  # this communicator has no group to ask about
+                told = "takes what nothing else can, on the group's own engine; so it needs a process group"
+                yield Fact("ok", algorithm.name, f"{algorithm.op}: {told}")
+                continue
             reason = algorithm.unsupported(request, comm)
             yield Fact("off" if reason else "ok", algorithm.name, f"{algorithm.op}: {reason or 'can be used'}")
 

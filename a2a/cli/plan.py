@@ -1,13 +1,20 @@
-"""`a2a plan OP`: which algorithm, why, why not the others, and what it should cost, on the ranks of this machine."""
+"""`a2a plan OP`: which algorithm, why, why not the others, and what it should cost.
+
+On ranks that are started here, or for the ranks of a topology (`--topology`, `A2A_TOPOLOGY`), which need not be there: a
+plan depends on nothing but the request and the topology.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from a2a.cli import parse, show
 from a2a.cli.ranks import Emit, run_ranks
+from a2a.config import config, launch
+from a2a.errors import UnsupportedError
 
 OPS = ("all_to_all", "all_to_allv", "moe")
 
@@ -25,18 +32,27 @@ class Request:
     top_k: int
 
 
-def run(request: Request, ranks: int | None, json_path: str | None) -> int:
-    """Plan on ranks that are started for it, and show the plans; returns the exit code."""
+def run(request: Request, ranks: int | None, topology: str | None, json_path: str | None) -> int:
+    """Plan, on ranks that are started for it or for those of a topology, and show the plans.
+
+    Returns: the exit code: 1 if no algorithm supports one of the requests.
+    """
     for name in request.dtypes:
         parse.dtype(name)
     plans: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
 
     def receive(message: dict[str, Any]) -> None:
+        if "mistake" in message:
+            raise ValueError(message["mistake"])
         facts.update(message["facts"])
         plans.extend(message["plans"])
 
-    run_ranks(work, request, ranks, receive)
+    given = topology or (config().topology if ranks is None and launch().world_size == 1 else None)
+    if given is None:
+        run_ranks(work, request, ranks, receive)
+    else:
+        _plan_all(request, _imagined(given), receive)
     if not plans:  # a rank other than 0, under a launcher
         return 0
     with show.json_lines(json_path) as file:
@@ -45,45 +61,104 @@ def run(request: Request, ranks: int | None, json_path: str | None) -> int:
     out = show.console(stderr=json_path == "-")
     out.print(f"[bold]{request.op}[/bold] on {facts['topology']}; costs and times are modelled, per rank and call")
     for plan in plans:
+        _show(out, plan)
+    return 1 if any(plan["algorithm"] is None for plan in plans) else 0
+
+
+def _show(out: Any, plan: dict[str, Any]) -> None:
+    what = f"{show.size_text(plan['bytes'])} {plan['dtype']}"
+    out.print()
+    if plan["algorithm"] is None:
+        out.print(f"{what}: [bold]no algorithm supports this[/bold]")
+    else:
         cost = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in plan["cost"].items() if value)
-        out.print()
         out.print(
-            f"{show.size_text(plan['bytes'])} {plan['dtype']}: [bold]{plan['algorithm']}[/bold], {plan['reason']}: "
-            f"{show.us_text(plan['time_us'])} us ({cost})"
+            f"{what}: [bold]{plan['algorithm']}[/bold], {plan['reason']}: {show.us_text(plan['time_us'])} us ({cost})"
         )
-        for name, why in plan["rejected"]:
-            out.print(f"  not {name}: {why}", markup=False)
-    return 0
+    for name, why in plan["rejected"]:
+        out.print(f"  not {name}: {why}", markup=False)
+    if plan["algorithm"] is None:
+        out.print(f"-> {plan['reason']}", markup=False, style="bold")
 
 
 def work(request: Request, emit: Emit) -> None:
     """Plan every request; on each rank, as a plan needs a communicator, but only rank 0's is shown: all plan alike."""
     import a2a
+
+    with a2a.communicator() as comm:
+        _plan_all(request, comm, emit)
+
+
+def _plan_all(request: Request, comm: Any, emit: Emit) -> None:
     from a2a.plan import Request as PlanRequest
-    from a2a.plan import choose
 
     plans = []
-    with a2a.communicator() as comm:
-        for name in request.dtypes:
-            if request.op == "moe":
-                wanted = [moe_request(request, name, comm.world_size)]
-            else:
-                wanted = [PlanRequest("all_to_all", parse.dtype(name), size) for size in request.sizes]
-            for one in wanted:
-                plan = choose(one, comm)
-                plans.append(
-                    {
-                        "op": request.op,
-                        "bytes": one.num_bytes,
-                        "dtype": name,
-                        "algorithm": plan.algorithm.name,
-                        "reason": plan.reason,
-                        "time_us": plan.time_us,
-                        "cost": asdict(plan.cost),
-                        "rejected": plan.rejected,
-                    }
-                )
-        emit({"plans": plans, "facts": {"ranks": comm.world_size, "topology": comm.topology.summary()}})
+    for name in request.dtypes:
+        if request.op == "moe":
+            wanted = [moe_request(request, name, comm.world_size)]
+        else:
+            wanted = [PlanRequest("all_to_all", parse.dtype(name), size) for size in request.sizes]
+        try:
+            plans += [{"op": request.op, "bytes": one.num_bytes, "dtype": name, **_plan(one, comm)} for one in wanted]
+        except ValueError as error:  # A2A_ALGORITHM
+            emit({"mistake": str(error)})
+            return
+    emit({"plans": plans, "facts": {"ranks": comm.world_size, "topology": comm.topology.summary()}})
+
+
+def _plan(request: Any, comm: Any) -> dict[str, Any]:
+    from a2a.plan import choose
+
+    try:
+        plan = choose(request, comm)
+    except UnsupportedError as error:
+        return {
+            "algorithm": None,
+            "reason": _way_out(request, comm),
+            "time_us": None,
+            "cost": {},
+            "rejected": error.rejected,
+        }
+    return {
+        "algorithm": plan.algorithm.name,
+        "reason": plan.reason,
+        "time_us": plan.time_us,
+        "cost": asdict(plan.cost),
+        "rejected": plan.rejected,
+    }
+
+
+def _way_out(request: Any, comm: Any) -> str:
+    """What to do where no algorithm supports a request."""
+    if not comm.topology.is_single_domain:
+        sizes = sorted({len(domain.ranks) for domain in comm.topology.domains})
+        ranks = " or ".join(map(str, sizes))
+        return (
+            f"make its group of the ranks of one domain ({ranks} here): each domain then has all experts, and gradients "
+            f"are averaged between domains as for any data parallel layer"
+            if request.op == "moe"
+            else f"make its group of the ranks of one domain ({ranks} here)"
+        )
+    return "each line above says what would have to differ"
+
+
+def _imagined(given: str) -> Any:
+    """What the planner asks of a communicator, for ranks that need not be there; transports that fit count as working."""
+    from a2a.topology import Topology
+    from a2a.transport import candidates
+    from a2a.transport.base import not_one_domain
+
+    topology = Topology.load(given)
+    device_type = "cpu" if topology.domains[0].kind == "cpu_host" else "cuda"
+    fitting = [transport for transport in candidates() if transport.device_type == device_type]
+    apart = not_one_domain(topology)
+    return SimpleNamespace(
+        world_size=topology.world_size,
+        topology=topology,
+        group=topology,  # anything but None: ranks of a job have one
+        transport=None if apart else next(iter(fitting), None),
+        why_no_transport={transport.name: apart or "" for transport in fitting},
+    )
 
 
 def moe_request(request: Request, dtype: str, ranks: int) -> Any:

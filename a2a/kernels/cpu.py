@@ -34,7 +34,7 @@ from typing import Any
 
 from a2a.errors import UnsupportedError
 
-ABI = 1
+ABI = 2
 OK, FAILED, PEER_REFUSED, FORKED, NOT_OPEN, PENDING, INVALID = range(7)
 TEXTS = 256  # requests that a context keeps
 
@@ -125,12 +125,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_test": (c_int, (_P,)),
     "a2a_wait": (c_int, (_P, c_double)),
     "a2a_ticket_peer": (_U32, (_P,)),
+    "a2a_ticket_refusal": (c_char_p, (_P,)),
     "a2a_release": (None, (_P,)),
     "a2a_moe_create": (_P, (_P, _U32, _U32, _U32, _U32, _U32, _U32, _U32, _U32, POINTER(c_int32), _U64)),
     "a2a_moe_destroy": (None, (_P,)),
     "a2a_moe_count": (c_int, (_P, _U32, _P, c_int, _U32, _U64, POINTER(c_int64))),
     "a2a_moe_abort": (None, (_P,)),
-    "a2a_moe_dispatch": (c_int, (_P, _U32, _P, _P, _P, c_int, _P, _U32, POINTER(MoeRows))),
+    "a2a_moe_dispatch": (c_int, (_P, _P, _P, _P, c_int, _P, _U32, POINTER(MoeRows))),
     "a2a_moe_combine": (c_int, (_P, _U32, _P, c_int64, _P, _P, _P, _P, _P, _P, _P, _P, _U32)),
     "a2a_moe_spread": (c_int, (_P, _U32, _P, _U32, _P, c_int64, _P, _P, _P, _P, _P)),
     "a2a_pool_create": (_P, (_P, _N, _P, _N)),

@@ -99,8 +99,8 @@ class Transport(ABC):
         """Give back a buffer that `tensor` was not called on. It is used again once every rank has given it back."""
 
     @abstractmethod
-    def raise_failure(self, result: int, op: str, peer: int | None = None) -> None:
-        """Raise the error behind a kernel's result; `peer`: whose refusal it was, where that is known."""
+    def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
+        """Raise the error behind a kernel's result; `refusal`: (peer, why), where it isn't the last one of a peer."""
 
     @abstractmethod
     def failed(self) -> bool:

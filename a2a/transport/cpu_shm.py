@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
-import secrets
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -39,20 +37,16 @@ import torch
 import torch.utils.dlpack
 
 from a2a.config import config
-from a2a.errors import (
-    A2AError,
-    InterruptedRankError,
-    MismatchError,
-    PeerTimeoutError,
-    RowOverflowError,
-    UnsupportedError,
-)
+from a2a.errors import A2AError, MismatchError, UnsupportedError
 from a2a.kernels import cpu
 from a2a.kernels.cpu import Cause
 from a2a.topology import HostFacts, Topology, local_facts
 from a2a.topology.host import cores_together
 from a2a.transport.base import SymmetricBuffer, Transport, Wiring, not_one_domain
+from a2a.transport.cpu_failures import error_of
+from a2a.transport.cpu_peers import exchange_pidfds, try_reads
 from a2a.transport.fd_link import FdLink
+from a2a.transport.tensor_pool import TensorPool, tensor_of
 
 _log = logging.getLogger("a2a")
 
@@ -61,11 +55,6 @@ _ARENA_BYTES = 64 << 20  # a rank; address space, not memory: pages come with th
 _STAGING_KB = 1024  # between each pair, up to 4 ranks
 _POPULATE_BYTES = 64 << 20  # staging up to this size is touched when the communicator is made
 _AGREE = struct.Struct("<QQ160sI60I")
-
-# The causes that are a peer's absence, and what PeerTimeoutError calls them.
-_GONE = {Cause.TIMEOUT: "timeout", Cause.DIED: "died", Cause.CLOSED: "closed", Cause.UNREADABLE: "died"}
-_DIED = "It may have been killed; its own output or the system's log says more."
-_LATE = "Rank {0} may have died or taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S."
 
 
 @dataclass
@@ -136,7 +125,7 @@ class CpuShm(Transport):
         problem = ""
         try:
             base = self._share(num_bytes, format_with=staging)
-            pidfds = self._exchange_pidfds()
+            pidfds = exchange_pidfds(self._link)
         except (OSError, A2AError) as error:
             problem = str(error)
         for peer, theirs in enumerate(wiring.exchange("cpu_shm/status", problem.encode())):
@@ -161,7 +150,9 @@ class CpuShm(Transport):
         self.handle = handle
         self._control = (base, num_bytes, self._lib.a2a_pool_create(base, num_bytes, base, num_bytes))
         # Its exchange is a barrier, too: nobody signals before all have attached.
-        self.why_no_reads = self._try_reads(wiring, pidfds)
+        self.why_no_reads, pids = try_reads(wiring, pidfds)
+        if not self.why_no_reads:
+            self._lib.a2a_enable_reads(self.handle, (c_int * self.world_size)(*pids))
 
     # ---- bringing memory up
 
@@ -200,45 +191,6 @@ class CpuShm(Transport):
     def _map(self, fd: int, num_bytes: int) -> int | None:
         base: int | None = self._lib.a2a_map(fd, num_bytes)
         return base
-
-    def _exchange_pidfds(self) -> list[int]:
-        fd = -1
-        try:
-            fd = os.pidfd_open(os.getpid())
-        except (AttributeError, OSError) as error:  # Linux before 5.3, or a container that forbids it
-            _log.warning("cpu_shm: pidfd_open: %s; a killed rank is noticed by the deadline only", error)
-        gathered = self._link.gather(fd)
-        everyone = self._link.broadcast(gathered)
-        for own in (fd, *gathered):
-            if own >= 0:
-                os.close(own)
-        return everyone
-
-    def _try_reads(self, wiring: Wiring, pidfds: list[int]) -> str:
-        """Let ranks read each other's ordinary memory, if the system lets all of them. Returns why not, or ""."""
-        secret = secrets.token_bytes(32)
-        here = ctypes.create_string_buffer(secret, 32)
-        offers = wiring.exchange("cpu_shm/read", ctypes.addressof(here).to_bytes(8, "little") + secret)
-        pids, problem = [0] * self.world_size, ""
-        for peer, offer in enumerate(offers):
-            pids[peer] = os.getpid() if peer == self.rank else _pid_of(pidfds[peer])
-            found = ctypes.create_string_buffer(32)
-            error = errno.ESRCH
-            if pids[peer] > 0:
-                error = self._lib.a2a_read(pids[peer], int.from_bytes(offer[:8], "little"), found, 32)
-            if error or found.raw != offer[8:]:
-                reason = os.strerror(error) if error else "the wrong process answers"
-                problem = problem or f"rank {self.rank} may not read rank {peer}'s memory (process_vm_readv: {reason})"
-        told = [t.decode() for t in wiring.exchange("cpu_shm/ready", problem.encode())]
-        del here
-        why = next((t for t in told if t), "")
-        if why:
-            _log.info(
-                "cpu_shm: %s; ordinary tensors are copied twice. In a container, allow ptrace between the ranks", why
-            )
-        else:
-            self._lib.a2a_enable_reads(self.handle, (c_int * self.world_size)(*pids))
-        return why
 
     # ---- memory
 
@@ -309,16 +261,7 @@ class CpuShm(Transport):
         return self._arenas[-1]
 
     def tensor(self, buffer: SymmetricBuffer) -> torch.Tensor:
-        return self._tensor(self._pool_of(buffer), buffer.pointer, buffer.num_bytes)
-
-    def _tensor(self, pool: int, pointer: int, num_bytes: int) -> torch.Tensor:
-        managed = self._lib.a2a_pool_dlpack(pool, pointer, num_bytes)
-        new_capsule = ctypes.pythonapi.PyCapsule_New
-        new_capsule.restype, new_capsule.argtypes = (
-            ctypes.py_object,
-            (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
-        )
-        return torch.utils.dlpack.from_dlpack(new_capsule(managed, b"dltensor", None))
+        return tensor_of(self._pool_of(buffer), buffer.pointer, buffer.num_bytes)
 
     def _pool_of(self, buffer: SymmetricBuffer) -> int:
         return next(a.pool for a in self._arenas if a.segment == (buffer.address >> 48) - 1)
@@ -329,14 +272,13 @@ class CpuShm(Transport):
 
     def pool(self, buffer: SymmetricBuffer) -> TensorPool:
         """Hand `buffer` out piece by piece, as tensors; instead of `tensor` and `release`."""
-        return TensorPool(
-            self, buffer, self._lib.a2a_pool_child(self._pool_of(buffer), buffer.pointer, buffer.num_bytes)
-        )
+        child = self._lib.a2a_pool_child(self._pool_of(buffer), buffer.pointer, buffer.num_bytes)
+        return TensorPool(buffer, child)
 
     def private_pool(self, num_bytes: int) -> TensorPool | None:
         """The same of this rank's own memory, in huge pages where the system grants them. None if there is no room."""
         pool: int | None = self._lib.a2a_pool_private(num_bytes)
-        return None if pool is None else TensorPool(self, SymmetricBuffer(0, 0, num_bytes), pool)
+        return None if pool is None else TensorPool(SymmetricBuffer(0, 0, num_bytes), pool)
 
     # ---- requests, failures, facts
 
@@ -400,7 +342,7 @@ class CpuShm(Transport):
     def failed(self) -> bool:
         return bool(self._closed or self._lib.a2a_failure(self.handle))
 
-    def raise_failure(self, result: int, op: str, peer: int | None = None) -> None:
+    def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
         if self._interrupt is not None:
             error, self._interrupt = self._interrupt, None
             raise error
@@ -412,8 +354,12 @@ class CpuShm(Transport):
         if result == cpu.NOT_OPEN or self._closed:
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
         if result == cpu.PEER_REFUSED:
-            who = self._lib.a2a_last_peer(self.handle) if peer is None else peer
-            why = self._lib.a2a_refusal(self.handle).decode(errors="replace")
+            if refusal is None:
+                refusal = (
+                    self._lib.a2a_last_peer(self.handle),
+                    self._lib.a2a_refusal(self.handle).decode(errors="replace"),
+                )
+            who, why = refusal
             raise MismatchError(
                 f"{op}: rank {who} refused its own call, so nothing was exchanged: {why}",
                 rank=self.rank,
@@ -423,38 +369,7 @@ class CpuShm(Transport):
         record: int = self._lib.a2a_failure(self.handle)
         cause, by, who, text = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF, record & 0xFFFF
         asked = self._lib.a2a_request_text(self.handle, by, text).decode(errors="replace")
-        self._raise(Cause(cause), by, who, asked, op)
-
-    def _cause(self, rank: int) -> str:
-        text: bytes = self._lib.a2a_cause_text(self.handle, rank)
-        return text.decode(errors="replace")
-
-    def _raise(self, cause: Cause, by: int, peer: int, asked: str, op: str) -> None:
-        again = f" Raised in {op}: the communicator is broken since then; close it and make a new one."
-        died = f"rank {peer} died: rank {by} {{}} in {asked}. {_DIED}"
-        if cause in _GONE:
-            seen = f" This rank, {self.rank}, is at epoch {self._lib.a2a_epoch(self.handle)}"
-            if peer != self.rank:
-                seen += f" and has seen rank {peer} at {self._lib.a2a_peer_epoch(self.handle, peer)}"
-            closed = f"rank {peer} has closed this communicator"
-            what = {
-                Cause.TIMEOUT: f"rank {by} waited {self.timeout_s:.1f} s for rank {peer} in {asked}.{seen}. "
-                + _LATE.format(peer),
-                Cause.DIED: died.format("was waiting for it"),
-                Cause.UNREADABLE: died.format("could not read its memory any more"),
-                Cause.CLOSED: f"{closed}: rank {by} was waiting for it in {asked}."
-                if by != peer
-                else f"{closed} with work of its own in flight.",
-            }[cause]
-            raise PeerTimeoutError(what + again, rank=self.rank, peer=peer, op=asked, cause=_GONE[cause])
-        if cause in (Cause.MISMATCH, Cause.SPLITS):
-            other = peer if by == self.rank else by
-            raise MismatchError(self._cause(by) + "." + again, rank=self.rank, peer=other, op=op)
-        if cause == Cause.OVERFLOW:
-            raise RowOverflowError(self._cause(by) + "." + again)
-        if cause == Cause.INTERRUPTED:
-            raise InterruptedRankError(f"rank {by} was interrupted in {asked}." + again)
-        raise A2AError(f"rank {by}: {self._cause(by)}." + again)
+        raise error_of(self, Cause(cause), by, who, asked, op)
 
     def fail(self, cause: Cause, message: str) -> None:
         """Break the communicator on purpose, with a reason that reaches every rank."""
@@ -466,7 +381,7 @@ class CpuShm(Transport):
         assert word is not None
         if self._lib.a2a_pool_take_at(pool, word - base, 4) is None:
             raise A2AError("comm.ok: the tensor of an earlier call is alive; keep and read that one")
-        return self._tensor(pool, word, 4).view(torch.int32).squeeze(0)
+        return tensor_of(pool, word, 4).view(torch.int32).squeeze(0)
 
     def stats(self) -> dict[str, object]:
         peers, totals = (c_uint64 * (3 * self.world_size))(), (c_uint64 * 6)()
@@ -509,40 +424,4 @@ class CpuShm(Transport):
                 self.close()
 
 
-class TensorPool:
-    """Memory of one rank that goes out as tensors and comes back when they die. Not collective."""
-
-    def __init__(self, transport: CpuShm, buffer: SymmetricBuffer, pool: int) -> None:
-        self._transport, self._buffer, self._pool, self._lib = transport, buffer, pool, cpu.lib()
-
-    def take(self, num_bytes: int) -> tuple[int, int] | None:
-        """(pointer, symmetric address) of a new block, or None when the pool is full. A private pool's
-        addresses mean nothing.
-        """
-        pointer: int | None = self._lib.a2a_pool_take(self._pool, num_bytes)
-        return None if pointer is None else (pointer, self._buffer.address + pointer - self._buffer.pointer)
-
-    def give(self, pointer: int) -> None:
-        """Take a block back that became no tensor."""
-        self._lib.a2a_pool_give(self._pool, pointer)
-
-    def tensor(self, pointer: int, num_bytes: int) -> torch.Tensor:
-        """Keep the first `num_bytes` of a block, as a flat uint8 tensor that owns it."""
-        self._lib.a2a_pool_shrink(self._pool, pointer, num_bytes)
-        return self._transport._tensor(self._pool, pointer, num_bytes)
-
-    def close(self) -> None:
-        """No new blocks; the memory goes back once the last tensor is gone."""
-        self._lib.a2a_pool_close(self._pool)
-
-
-def _pid_of(pidfd: int) -> int:
-    """The process behind a pidfd, by the number that this process's namespace has for it; 0 if it has none."""
-    try:
-        with open(f"/proc/self/fdinfo/{pidfd}") as info:
-            return next((int(line.split()[1]) for line in info if line.startswith("Pid:")), 0)
-    except (OSError, ValueError):
-        return 0
-
-
-__all__ = ["CpuShm", "TensorPool"]
+__all__ = ["CpuShm"]

@@ -379,7 +379,7 @@ class CudaVmm(Transport):
     def failed(self) -> bool:
         return self._closed or self._record.value != 0
 
-    def raise_failure(self, result: int, op: str, peer: int | None = None) -> None:
+    def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
         if self._closed:
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
         record = self._record.value

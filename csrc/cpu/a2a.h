@@ -66,7 +66,8 @@ A2A_API a2a_ticket* a2a_submit(a2a_context*, uint32_t request, void* const* out,
 A2A_API a2a_ticket* a2a_submit_refusal(a2a_context*, uint32_t request, const char* why);
 A2A_API int a2a_test(a2a_ticket*);                    // kPending, or the op's result
 A2A_API int a2a_wait(a2a_ticket*, double timeout_s);  // kPending after timeout_s
-A2A_API uint32_t a2a_ticket_peer(a2a_ticket*);
+A2A_API uint32_t a2a_ticket_peer(a2a_ticket*);        // whose refusal it was, after kPeerRefused
+A2A_API const char* a2a_ticket_refusal(a2a_ticket*);  // and why: its own copy, which later refusals leave alone; or ""
 A2A_API void a2a_release(a2a_ticket*);
 
 // --- Mixture of Experts
@@ -93,8 +94,8 @@ typedef struct {
   int rows_wire, compact;
   int direct;  // this rank's rows are symmetric and peers store into them
 } a2a_moe_rows;
-A2A_API int a2a_moe_dispatch(a2a_moe*, uint32_t request, const void* x, const void* x_scales, const void* ids,
-                             int ids_bytes, const void* weights, uint32_t tokens, const a2a_moe_rows* out);
+A2A_API int a2a_moe_dispatch(a2a_moe*, const void* x, const void* x_scales, const void* ids, int ids_bytes,
+                             const void* weights, uint32_t tokens, const a2a_moe_rows* out);
 // y[tokens, hidden] = sum over this rank's tokens of their rows on all ranks. With weight_grads, also carries one float a row
 // home: token_weight_grads[tokens, top_k].
 A2A_API int a2a_moe_combine(a2a_moe*, uint32_t request, const void* rows, int64_t num_rows, const float* weights,

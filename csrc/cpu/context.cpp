@@ -23,7 +23,7 @@ namespace a2a {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x3161326132613261ull;
-constexpr std::uint32_t kAbi = 1;
+constexpr std::uint32_t kAbi = 2;
 constexpr std::uint64_t kSliceNs = 20'000'000;  // a sleeping rank looks around this often
 constexpr std::uint32_t kYields = 32;
 
@@ -52,6 +52,9 @@ std::uint64_t now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return std::uint64_t(t.tv_sec) * 1'000'000'000ull + std::uint64_t(t.tv_nsec);
 }
+
+// getpid() is a system call, which small exchanges would notice; so it is for kernels that can't wipe a page (Linux before 4.14).
+bool in_child(const Context& c) { return c.owner ? *c.owner == 0 : c.pid != getpid(); }
 
 void wake(Doorbell& bell) {
   bell.bell.fetch_add(1, std::memory_order_seq_cst);
@@ -110,15 +113,15 @@ bool Wait::failed() { return failed_ = c_.header().failure.load(std::memory_orde
 
 int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
   if (failed_) return kFailed;  // and don't sleep first: the bell has been rung for it
-  if (began_ == 0) {
-    began_ = looked_ = now_ns();
-    turns_ = 0;
-    dead_ = ~0u;
+  if (turns_++ == 0) dead_ = ~0u;
+  // The clock is read once every 16 turns: a turn is one pause and one pass of the caller.
+  if (c_.spin_ns != 0 && turns_ % 16 != 0) {
+    pause();
+    return kOk;
   }
-  turns_++;
+  if (began_ == 0) began_ = looked_ = now_ns();
   if (c_.spin_ns != 0) {
-    // The clock is read once every 16 turns: a turn is one pause and one pass of the caller.
-    if (turns_ % 16 != 0 || now_ns() - began_ < c_.spin_ns) {
+    if (now_ns() - began_ < c_.spin_ns) {
       pause();
       return kOk;
     }
@@ -149,7 +152,7 @@ int Wait::idle_(const void* f, bool (*missing)(const void*, std::uint32_t)) {
 }
 
 int begin_op(Context& c, std::uint32_t text, bool inline_call) {
-  if (c.pid != getpid()) return kForked;
+  if (in_child(c)) return kForked;
   if (c.state(c.rank).open.load(std::memory_order_relaxed) != 1) return kNotOpen;
   if (c.header().failure.load(std::memory_order_acquire) != 0) return kFailed;
   if (c.unconfirmed && !mutant(kSkipConfirm)) {  // this rank refused its last call and did not wait for the peers then
@@ -181,11 +184,13 @@ int await_entries(Context& c, const Request& request, bool inline_call) {
     for (std::uint32_t i = 1; i < c.world; i++) {
       const std::uint32_t p = (c.rank + i) % c.world;
       if (!missing(p)) continue;
-      if (start == 0) start = now_ns();
       do {
         if (int rc = wait.idle(missing)) return rc;
       } while (missing(p));
+      const bool late = wait.was_long();
+      if (start == 0) start = wait.began();
       wait.progressed();
+      if (!late) continue;
       const std::uint64_t waited = now_ns() - start;  // since this rank was ready: how late that peer was
       PeerStats& s = c.stats[p];
       s.waits++;
@@ -269,6 +274,13 @@ a2a_context* a2a_attach(void* base, size_t mapped_bytes, uint32_t rank, uint32_t
   if (!memory) return nullptr;
   Context* c = new (memory) Context(rank, world, staging_bytes);
   c->pid = getpid();
+  void* page = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page != MAP_FAILED && madvise(page, kPage, 18 /* MADV_WIPEONFORK */) == 0) {
+    c->owner = static_cast<std::uint8_t*>(page);
+    *c->owner = 1;
+  } else if (page != MAP_FAILED) {
+    munmap(page, kPage);
+  }
   c->base = static_cast<std::uint8_t*>(base);
   c->mapped = mapped_bytes;
   c->cores = cores;
@@ -296,7 +308,7 @@ void a2a_set_timeout(a2a_context* c, double timeout_s) {
 
 void a2a_close(a2a_context* h) {
   Context* c = C(h);
-  if (c->pid != getpid() || c->state(c->rank).open.load() != 1) return;
+  if (in_child(*c) || c->state(c->rank).open.load() != 1) return;
   queue_stop(*c);
   c->state(c->rank).open.store(2, std::memory_order_seq_cst);
   for (std::uint32_t r = 0; r < c->world; r++)
@@ -305,7 +317,8 @@ void a2a_close(a2a_context* h) {
 
 void a2a_destroy(a2a_context* h) {
   Context* c = C(h);
-  queue_free(c->queue, c->pid == getpid());
+  queue_free(c->queue, !in_child(*c));
+  if (c->owner) munmap(c->owner, kPage);
   if (c->mapped) munmap(c->base, c->mapped);
   if (c->pidfds) {
     for (std::uint32_t r = 0; r < c->world; r++)

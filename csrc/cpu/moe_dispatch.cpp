@@ -103,11 +103,10 @@ struct Dispatch {
 
 using namespace a2a;
 
-int a2a_moe_dispatch(a2a_moe* moe, uint32_t request, const void* x, const void* x_scales, const void* ids,
-                     int ids_bytes, const void* weights, uint32_t tokens, const a2a_moe_rows* rows) {
+int a2a_moe_dispatch(a2a_moe* moe, const void* x, const void* x_scales, const void* ids, int ids_bytes,
+                     const void* weights, uint32_t tokens, const a2a_moe_rows* rows) {
   a2a_moe& m = *moe;
   Context& c = *m.c;
-  (void)request;
   const std::uint32_t P = c.world, me = c.rank, K = m.top_k;
   const WireRow wire(m, true);
   const bool quantized_x = x_scales != nullptr;

@@ -5,7 +5,6 @@
 
 #include <pthread.h>
 #include <time.h>
-#include <unistd.h>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -22,6 +21,7 @@ struct a2a_ticket {
   int result;          // guarded by the queue's mutex
   int references;      // the queue and the caller; guarded too
   char* refusal;       // not null: this rank refused the call
+  char* told;          // not null: what the peer that refused it said, kept from later refusals
   a2a::Pair* pairs;
 };
 
@@ -41,6 +41,7 @@ namespace {
 void drop(a2a_ticket* t) {  // the mutex is held
   if (--t->references == 0) {
     std::free(t->refusal);
+    std::free(t->told);
     std::free(t->pairs);
     std::free(t);
   }
@@ -60,10 +61,12 @@ void* progress(void* argument) {
     int rc =
         t->refusal ? refuse(c, t->request, t->refusal, false) : all_to_all_pairwise(c, t->request, t->pairs, false);
     const std::uint32_t peer = c.last_peer;
+    char* told = rc == kPeerRefused ? strdup(c.refusal) : nullptr;
     pthread_mutex_unlock(&q.op);
     pthread_mutex_lock(&q.mutex);
     t->result = rc;
     t->peer = peer;
+    t->told = told;
     q.first = t->next;
     if (!q.first) q.last = nullptr;
     q.running = false;
@@ -91,7 +94,7 @@ a2a_ticket* submit(Context& c, a2a_ticket* t) {
   t->references = 2;
   t->next = nullptr;
   pthread_mutex_lock(&q.mutex);
-  if (q.stop || c.pid != getpid()) {
+  if (q.stop || in_child(c)) {
     t->result = q.stop ? kNotOpen : kForked;
     t->references = 1;
     pthread_mutex_unlock(&q.mutex);
@@ -199,6 +202,7 @@ int a2a_wait(a2a_ticket* t, double timeout_s) {
 }
 
 uint32_t a2a_ticket_peer(a2a_ticket* t) { return t->peer; }
+const char* a2a_ticket_refusal(a2a_ticket* t) { return t->told ? t->told : ""; }
 
 void a2a_release(a2a_ticket* t) {
   Queue& q = *t->context->queue;

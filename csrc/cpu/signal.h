@@ -163,6 +163,7 @@ struct Request {
 struct Context {
   std::uint32_t rank, world;
   int pid;
+  std::uint8_t* owner = nullptr;  // a page whose first byte is 1 here and, as the system wipes it, 0 in a forked child
   Geometry geo;
   std::uint8_t* base;
   std::size_t mapped;  // bytes to unmap, 0 where the memory is the caller's
@@ -239,7 +240,8 @@ struct Context {
 };
 
 std::uint64_t now_ns();
-void wake(Doorbell& bell);  // the slow half of signal()
+bool in_child(const Context& c);  // a forked child has the memory of its parent, but none of its calls to make
+void wake(Doorbell& bell);        // the slow half of signal()
 
 // Publish `value` in `word`, which rank `to` may be waiting for.
 inline void signal(Context& c, std::uint32_t to, std::atomic<std::uint32_t>& word, std::uint32_t value) {
@@ -264,8 +266,11 @@ class Wait {
   void progressed() {
     if (asleep_) c_.bell(c_.rank).sleeping.store(0, std::memory_order_relaxed);
     asleep_ = failed_ = false;
-    began_ = 0;
+    began_ = turns_ = 0;
   }
+  // Whether so long passed that the clock was read, about a microsecond; and when that was first.
+  bool was_long() const { return began_ != 0; }
+  std::uint64_t began() const { return began_; }
   // `missing(peer)` says whether the op still waits for that peer. Returns kOk, or kFailed once waiting must end.
   template <class Missing>
   int idle(const Missing& missing) {

@@ -167,9 +167,12 @@ void Exchanges::call(const Exchange& x, bool alike) {
                          : a2a_all_to_all(r_.c, request_, x.out.data(), x.received.data(), x.in.data(), x.sent.data());
   expect_result(result, a2a_last_peer(r_.c), x.refusers);
   if (result == a2a::kOk) return check(x);
-  const std::string why = reason(x, a2a_last_peer(r_.c));
-  if (why != a2a_refusal(r_.c))
-    wrong("rank %u: the refusal says '%s', not '%s'", r_.rank, a2a_refusal(r_.c), why.c_str());
+  expect_reason(x, a2a_last_peer(r_.c), a2a_refusal(r_.c));
+}
+
+void Exchanges::expect_reason(const Exchange& x, std::uint32_t refuser, const char* told) const {
+  const std::string why = reason(x, refuser);
+  if (why != told) wrong("rank %u: the refusal says '%s', not '%s'", r_.rank, told, why.c_str());
 }
 
 void Exchanges::finish_first() {
@@ -191,6 +194,7 @@ void Exchanges::finish_first() {
   } else {
     expect_result(result, result == a2a::kPeerRefused ? a2a_ticket_peer(x.ticket) : 0, x.refusers);
     if (result == a2a::kOk) check(x);
+    if (result == a2a::kPeerRefused) expect_reason(x, a2a_ticket_peer(x.ticket), a2a_ticket_refusal(x.ticket));
   }
   a2a_release(x.ticket);
   under_way_.erase(under_way_.begin());

@@ -79,7 +79,7 @@ struct Calls {
     const a2a_moe_rows where = {y.data(), nullptr,   weights.data(), rank.data(), token.data(), k.data(), nullptr,
                                 &end,     &overflow, result[0],      result[0],   -1,           0,        0,
                                 0};
-    return a2a_moe_dispatch(moe, request, x.data(), nullptr, ids.data(), 4, nullptr, kTokens, &where);
+    return a2a_moe_dispatch(moe, x.data(), nullptr, ids.data(), 4, nullptr, kTokens, &where);
   }
 
   int spread() {

@@ -153,6 +153,7 @@ class Exchanges {
   void gather();
   static std::string reason(const Exchange& x, std::uint32_t rank);
   void expect_result(int result, std::uint32_t peer, std::uint32_t refusers) const;
+  void expect_reason(const Exchange& x, std::uint32_t refuser, const char* told) const;
   void check(const Exchange& x) const;
   void finish_first();
 
