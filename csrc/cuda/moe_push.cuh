@@ -169,6 +169,7 @@ struct WorkspaceAt {
 struct Chunk {
   std::uint32_t first, upto, count, origin, total;
 
+  Chunk() = default;
   __device__ Chunk(const std::int32_t* starts, std::uint32_t chunk, std::uint32_t lane) {
     const std::int32_t* at = starts + lane * kChunks;
     const bool mine = lane < kRanges;
@@ -248,7 +249,9 @@ struct Tile {
     return tile + 1 < kTiles ? kTileBytes : kRowBytes - tile * kTileBytes;
   }
   __device__ void load(const std::uint8_t* row, std::uint32_t tile, std::uint32_t lane) const {
-    if (lane == 0) ptx::bulk_load(buffer, row + tile * kTileBytes, bytes(tile), barrier);
+    if (lane) return;
+    ptx::bulk_expect(barrier, bytes(tile));
+    ptx::bulk_load(buffer, row + tile * kTileBytes, bytes(tile), barrier);
   }
   __device__ void await() {
     ptx::bulk_await(barrier, phase);

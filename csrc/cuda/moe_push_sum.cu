@@ -5,10 +5,12 @@
 //   Dispatch's backward has no weights, and brings one float a row back to the token's top-k.
 //
 // Cost     1 step; scale-up bytes per rank: one row for each token of another rank that it holds rows of
-// Launch   sum: the same grid on every rank, at most kMostBlocks, waits for nobody while the rings hold the request; it is the
-//          call's first kernel.  finish: any grid; the call's last one says so.
+// Launch   blocks of kThreads with kSpots * kSpotBytes of shared memory a warp.  sum: the same grid on every rank, at most
+//          kMostBlocks, waits for nobody while the rings hold the request; it is the call's first kernel.  finish: any grid; the
+//          call's last one says so.
 // Buffers  rows, weights, y private; slots symmetric; the plan of the dispatch
-// VISIBLE  W: all threads of a block store sums; then __syncthreads; S: one thread a peer stores `progress` (st.release.sys).
+// VISIBLE  W: all warps of a block store sums, then count themselves (acq_rel in the block); S: the last one stores `progress`
+//          (st.release.sys, cumulative).
 //          A: the gate (ld.acquire.sys); R: finish, after it on its stream.
 // REUSE    as in moe_push_send.cu, with owners in the place of receivers.
 // PROGRESS sum waits for `consumed` only where a ring is smaller than the request, and then for a chunk that it has signalled.
@@ -17,9 +19,13 @@
 
 namespace a2a {
 
-constexpr std::uint32_t kDeep = 2, kBatch = 4;  // vectors of a lane and row, and rows, in flight
-constexpr std::uint32_t kThreads = 256;         // of a block; three share an SM
+constexpr std::uint32_t kDeep = 2;  // vectors of a lane in a piece
 using P = Piece<kDeep>;
+constexpr std::uint32_t kThreads = 128, kWarps = kThreads / 32;  // of a block; three share an SM
+constexpr std::uint32_t kPieceBytes = P::kSize * 16;             // of a row
+constexpr std::uint32_t kSpotBytes = kPieceBytes * (kWideSums ? 2 : 1);
+constexpr std::uint32_t kSpots = kTopK > 16 ? kTopK : 16;  // a warp's ring of pieces on their way; an item takes at most kTopK
+constexpr std::uint32_t kAhead = 4;                        // items of a warp on their way
 
 struct Sum {
   Moe m;
@@ -40,24 +46,20 @@ struct Back {
   float grads[kTopK];
 };
 
-// A piece of a sum in float32.
+// A piece of a sum in float32. The first term is taken as it is.
 struct Part {
   float f[kDeep][kColumns];
+  bool empty = true;
 
-  __device__ void set(const Part& other) {
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++)
-#pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = other.f[k][i];
-  }
   __device__ void add(const Part& other) {
 #pragma unroll
     for (std::uint32_t k = 0; k < kDeep; k++)
 #pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = __fadd_rn(f[k][i], other.f[k][i]);
+      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = empty ? other.f[k][i] : __fadd_rn(f[k][i], other.f[k][i]);
+    empty = false;
   }
   template <bool kWeighted>
-  __device__ void add_row(const uint4 (&v)[kDeep], float weight, bool first) {
+  __device__ void add_row(const uint4 (&v)[kDeep], float weight) {
 #pragma unroll
     for (std::uint32_t k = 0; k < kDeep; k++) {
       float g[kColumns];
@@ -65,17 +67,19 @@ struct Part {
 #pragma unroll
       for (std::uint32_t i = 0; i < kColumns; i++) {
         const float term = kWeighted ? __fmul_rn(weight, g[i]) : g[i];
-        f[k][i] = first ? term : __fadd_rn(f[k][i], term);
+        f[k][i] = empty ? term : __fadd_rn(f[k][i], term);
       }
     }
+    empty = false;
   }
   __device__ void join(uint4 (&v)[kDeep]) const {
 #pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) v[k] = Vec::join(f[k]);
+    for (std::uint32_t k = 0; k < kDeep; k++) v[k] = empty ? uint4{0, 0, 0, 0} : Vec::join(f[k]);
   }
   __device__ void split(const uint4 (&v)[kDeep]) {
 #pragma unroll
     for (std::uint32_t k = 0; k < kDeep; k++) Vec::split(f[k], v[k]);
+    empty = false;
   }
 };
 
@@ -97,23 +101,49 @@ __device__ inline void store_sum(std::uint8_t* slot, const P& piece, const Part&
   }
 }
 
-__device__ inline void load_sum(Part& part, const P& piece, const std::uint8_t* slot) {
+// From a spot in shared memory, which holds the lanes' vectors of one piece side by side.
+__device__ inline void load_sum(Part& part, std::uint32_t lane, const std::uint8_t* spot) {
   if constexpr (kWideSums) {
 #pragma unroll
     for (std::uint32_t k = 0; k < kDeep; k++) {
-      if (!piece.has(k)) continue;
-      const uint4* from = reinterpret_cast<const uint4*>(slot) + 2 * piece.at(k);
+      const uint4* from = reinterpret_cast<const uint4*>(spot) + 2 * (k * 32 + lane);
       const uint4 low = from[0], high = from[1];
       const std::uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
       for (std::uint32_t i = 0; i < 8; i++) part.f[k][i] = __uint_as_float(w[i]);
     }
+    part.empty = false;
   } else {
     uint4 v[kDeep];
-    piece.load(v, slot);
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++) v[k] = reinterpret_cast<const uint4*>(spot)[k * 32 + lane];
     part.split(v);
   }
 }
+
+// What a warp adds up at a time: a piece of some rows of this rank, and of sums that other ranks have sent.
+struct Item {
+  bool valid = false;
+  std::uint32_t number = 0, chunk = 0, token = 0;  // of the piece; of the token, which is told for finish alone
+  std::int32_t row = -1;                           // the lane's row here
+  float weight = 1.0f;                             // its weight
+  const std::uint8_t* sum = nullptr;               // the sum of the lane's rank, where there is one
+  std::uint8_t* to = nullptr;                      // the row that the result is a piece of
+  Back* back = nullptr;                            // sum: what goes along with the first piece
+  const std::int32_t* list = nullptr;              // sum: the token's rows
+};
+
+// An item whose pieces are on their way into the ring.
+struct Waiting {
+  std::uint32_t number, chunk, token;
+  std::uint32_t spot, rows, before, after;  // its first spot; a lane a row here; sums of the ranks before and after this one
+  float weight;
+  std::uint8_t* to;
+  Back* back;
+  const std::int32_t* list;
+
+  __device__ std::uint32_t pieces() const { return __popc(rows) + before + after; }
+};
 
 struct Summer {
   const Sum& a;
@@ -128,40 +158,114 @@ struct Summer {
         warp(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32),
         warps(gridDim.x * (blockDim.x / 32)) {}
 
-  // The sum of one rank's rows of a token, here; returns how many there are. `row`: the lane's row of it, or -1.
-  template <bool kWeighted>
-  __device__ std::uint32_t sum_rows(Part& part, const P& piece, std::int32_t row) const {
-    const float weight = kWeighted && row >= 0 ? a.weights[row] : 1.0f;
-    std::uint32_t left = __ballot_sync(kFull, row >= 0);
-    const std::uint32_t all = __popc(left);
-    for (bool first = true; left; first = false) {
-      uint4 v[kBatch][kDeep];
-      float by[kBatch];
-      std::uint32_t count = 0;
-#pragma unroll
-      for (std::uint32_t b = 0; b < kBatch; b++) {
-        const std::uint32_t j = left ? __ffs(left) - 1 : 0;
-        const std::uint32_t from = __shfl_sync(kFull, row, j);
-        by[b] = kWeighted ? __shfl_sync(kFull, weight, j) : 1.0f;
-        if (!left) continue;
-        piece.load(v[b], a.rows + std::uint64_t(from) * kRowBytes);
-        count++;
-        left &= left - 1;
-      }
-#pragma unroll
-      for (std::uint32_t b = 0; b < kBatch; b++)
-        if (b < count) part.add_row<kWeighted>(v[b], by[b], first && b == 0);
-    }
-    return all;
+  // ---- the pipeline: pieces come by bulk copies while earlier ones are added up
+
+  __device__ std::uint8_t* spot(std::uint32_t number) const {
+    extern __shared__ __align__(128) std::uint8_t spots[];
+    return spots + (threadIdx.x / 32 * kSpots + number % kSpots) * kSpotBytes;
+  }
+  __device__ static std::uint32_t piece_bytes(std::uint32_t number) {
+    return number + 1 < P::kCount ? kPieceBytes : kRowBytes - number * kPieceBytes;
   }
 
-  // The lane's row of token u of another rank, or of an own one.
+  // Start an item's copies, in the order in which they will be added: sums of the ranks before, rows, sums of those after.
+  __device__ Waiting start(const Item& item, std::uint32_t first, std::uint64_t* barrier) const {
+    const std::uint32_t rows = __ballot_sync(kFull, item.row >= 0), sums = __ballot_sync(kFull, item.sum != nullptr);
+    const std::uint32_t lower = (1u << lane) - 1, before = m.rank() < 32 ? (1u << m.rank()) - 1 : kFull;
+    Waiting w{item.number, item.chunk,  item.token, first,     rows,     std::uint32_t(__popc(sums & before)),
+              0,           item.weight, item.to,    item.back, item.list};
+    w.after = __popc(sums) - w.before;
+    if (!w.pieces()) return w;
+    const std::uint32_t bytes = piece_bytes(item.number), wide = bytes * (kSpotBytes / kPieceBytes);
+    if (lane == 0) ptx::bulk_expect(barrier, __popc(rows) * bytes + (w.before + w.after) * wide);
+    __syncwarp();
+    if (item.row >= 0)
+      ptx::bulk_load(spot(first + w.before + __popc(rows & lower)),
+                     a.rows + std::uint64_t(item.row) * kRowBytes + item.number * kPieceBytes, bytes, barrier);
+    if (item.sum)
+      ptx::bulk_load(spot(first + __popc(sums & lower) + (lane > m.rank() ? __popc(rows) : 0)),
+                     item.sum + item.number * kSpotBytes, wide, barrier);
+    return w;
+  }
+
+  // Add an item up, once it is here.
+  template <bool kWeighted>
+  __device__ void add_up(Part& total, const Waiting& w) const {
+    std::uint32_t from = w.spot;
+    for (std::uint32_t i = 0; i < w.before; i++) add_sum(total, from++);
+    if (w.rows) {
+      Part part;
+      for (std::uint32_t left = w.rows; left; left &= left - 1) {
+        uint4 v[kDeep];
+        const uint4* here = reinterpret_cast<const uint4*>(spot(from++));
+#pragma unroll
+        for (std::uint32_t k = 0; k < kDeep; k++) v[k] = here[k * 32 + lane];
+        part.template add_row<kWeighted>(v, __shfl_sync(kFull, w.weight, __ffs(left) - 1));
+      }
+      if constexpr (!kWideSums && kDtype != kFloat32) {  // as if it had travelled
+        uint4 v[kDeep];
+        part.join(v);
+        part.split(v);
+      }
+      total.add(part);
+    }
+    for (std::uint32_t i = 0; i < w.after; i++) add_sum(total, from++);
+  }
+  __device__ void add_sum(Part& total, std::uint32_t number) const {
+    Part part;
+    load_sum(part, lane, spot(number));
+    total.add(part);
+  }
+
+  // Add up all items that `fetch` gives, in their order; `done` takes each result. The rows of an item are looked up two items
+  // before its copies start, and their weights one before: no step waits for the one just begun.
+  template <bool kWeighted, typename Fetch, typename Done>
+  __device__ void pipeline(Fetch fetch, Done done) const {
+    __shared__ std::uint64_t all_barriers[kWarps][kAhead];
+    std::uint64_t* barriers = all_barriers[threadIdx.x / 32];
+    if (lane == 0)
+      for (std::uint32_t i = 0; i < kAhead; i++) ptx::bulk_barrier_init(barriers + i);
+    __syncwarp();
+    Waiting queue[kAhead];
+    std::uint32_t head = 0, tail = 0, used = 0, spots = 0, phases = 0;
+    Item next = fetch();
+    if (kWeighted && next.row >= 0) next.weight = a.weights[next.row];
+    Item after = fetch();
+    while (true) {
+      while (next.valid && head - tail < kAhead) {
+        const std::uint32_t pieces =
+            __popc(__ballot_sync(kFull, next.row >= 0)) + __popc(__ballot_sync(kFull, next.sum != nullptr));
+        if (used + pieces > kSpots) break;
+        const Waiting started = start(next, spots, barriers + head % kAhead);
+#pragma unroll
+        for (std::uint32_t i = 0; i < kAhead; i++)  // no index that the compiler doesn't know: registers have no addresses
+          if (i == head % kAhead) queue[i] = started;
+        head++, used += pieces, spots += pieces;
+        next = after;
+        if (kWeighted && next.row >= 0) next.weight = a.weights[next.row];
+        after = fetch();
+      }
+      if (head == tail) return;
+      const std::uint32_t at = tail % kAhead;
+      Waiting w = queue[0];
+#pragma unroll
+      for (std::uint32_t i = 1; i < kAhead; i++)
+        if (i == at) w = queue[i];
+      if (w.pieces()) {
+        ptx::bulk_await(barriers + at, phases >> at & 1);
+        phases ^= 1u << at;
+      }
+      Part total;
+      add_up<kWeighted>(total, w);
+      done(w, total);
+      __syncwarp();  // the spots may be filled again
+      used -= w.pieces(), tail++;
+    }
+  }
+
+  // The lane's row of token u of another rank.
   __device__ std::int32_t row_of(std::uint32_t source, std::uint32_t u) const {
     return a.compact ? compact_row(source, u) : lane < kTopK ? m.list(source, u)[lane] : -1;
-  }
-  __device__ std::int32_t row_of_own(std::uint32_t token, std::uint32_t i) const {
-    if (a.compact) return compact_row(m.rank(), m.u_of(token, m.rank(), i));
-    return lane < kTopK ? m.list(m.rank(), token)[lane] : -1;
   }
   __device__ std::int32_t compact_row(std::uint32_t source, std::uint32_t u) const {
     const std::uint32_t row = m.plan[PlanAt::kDistinct + source] + u;
@@ -170,95 +274,83 @@ struct Summer {
 
   // ---- sum: at the rank that holds the rows
 
+  // The owner has taken the sums whose slots chunk c takes.
   __device__ bool await_room(Wait& wait, std::uint32_t c) const {
     const std::uint32_t each = Moe::chunk_tokens(m.max_tokens), depth = each ? m.ring / each : kChunks;
-    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x) {
-      if (p == m.rank()) continue;
-      if (c == 0) wait.failed();
-      if (c >= depth)
-        while (!has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[p]), mark(epoch, c - depth + 1)) &&
-               wait.again(p)) {
-        }
-    }
-    return !__syncthreads_or(wait.broken);
-  }
-
-  template <bool kWeighted>
-  __device__ void sum() const {
-    Wait wait(m.place, kWorld);
-    for (std::uint32_t c = 0; c < kChunks; c++) {
-      if (!await_room(wait, c)) return;
-      for (std::uint32_t step = 1; step < kWorld; step++) {
-        const std::uint32_t s = (m.rank() + step) % kWorld;
-        const Chunk chunk(m.starts_from(s), c, lane);
-        for (std::uint32_t item = warp; item < chunk.total * P::kCount; item += warps) {
-          std::uint32_t u, range, i;
-          chunk.find(item / P::kCount, u, range, i);
-          send_sum<kWeighted>(s, u, m.slot_number(s, m.rank(), range, i), item % P::kCount);
-        }
+    if (c < depth) return true;
+    for (std::uint32_t p = lane; p < kWorld; p += 32)
+      while (p != m.rank() &&
+             !has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[p]), mark(epoch, c - depth + 1)) &&
+             wait.again(p)) {
       }
-      __syncthreads();
-      for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-        ptx::store_release_sys(&m.stage_at(p).progress[m.rank()][blockIdx.x], mark(epoch, c + 1));
+    return !__any_sync(kFull, wait.broken);
+  }
+
+  // This warp is done with the chunks from `done` to `upto`; the block's last one says so to all ranks.
+  __device__ void signal(std::uint32_t& done, std::uint32_t upto, std::uint32_t* arrived) const {
+    for (; done < upto; done++) {
+      __syncwarp();
+      std::uint32_t before = lane == 0 ? ptx::add_acq_rel_block(arrived + done, 1) : 0;
+      before = __shfl_sync(kFull, before, 0);
+      if (before + 1 != kWarps) continue;
+      __syncwarp();
+      for (std::uint32_t p = lane; p < kWorld; p += 32)
+        ptx::store_release_sys(&m.stage_at(p).progress[m.rank()][blockIdx.x], mark(epoch, done + 1));
     }
   }
 
+  // All chunks, one after the other, and in each one owner after the other.
   template <bool kWeighted>
-  __device__ void send_sum(std::uint32_t s, std::uint32_t u, std::uint64_t slot, std::uint32_t number) const {
-    const P piece(number, lane);
-    Part part;
-    const std::uint32_t rows = sum_rows<kWeighted>(part, piece, row_of(s, u));
-    if (rows) store_sum(m.slot(s, slot, epoch), piece, part);
-    if (number != 0) return;
-    Back& back = *reinterpret_cast<Back*>(&m.meta(s, slot, epoch));
-    if (kDrop && lane == 0) back.rows = rows;
-    if (a.row_grads && lane < kTopK) {
-      const std::int32_t row = m.list(s, u)[lane];
-      back.grads[lane] = row >= 0 ? a.row_grads[row] : 0;
-    }
+  __device__ void sum(std::uint32_t* arrived) const {
+    Wait wait(m.place, kWorld);
+    std::uint32_t chunk_at = 0, step = 0, item = 0, source = 0, done = 0, room = 0;
+    Chunk chunk;
+    auto fetch = [&]() {
+      Item next;
+      while (step == 0 || item >= chunk.total * P::kCount) {
+        if (step + 1 >= kWorld) {
+          if (step && ++chunk_at >= kChunks) return next;
+          if (kWorld == 1) return next;
+          step = 0;
+        }
+        step++;
+        source = (m.rank() + step) % kWorld;
+        chunk = Chunk(m.starts_from(source), chunk_at, lane);
+        item = warp;
+      }
+      std::uint32_t u, range, i;
+      chunk.find(item / P::kCount, u, range, i);
+      const std::uint64_t slot = m.slot_number(source, m.rank(), range, i);
+      next.valid = true;
+      next.number = item % P::kCount, next.chunk = chunk_at;
+      next.row = row_of(source, u);
+      next.to = m.slot(source, slot, epoch);
+      next.back = reinterpret_cast<Back*>(&m.meta(source, slot, epoch));
+      next.list = m.list(source, u);
+      item += warps;
+      return next;
+    };
+    pipeline<kWeighted>(fetch, [&](const Waiting& w, const Part& total) {
+      signal(done, w.chunk, arrived);
+      if (w.chunk >= room) {
+        if (!await_room(wait, w.chunk)) return;
+        room = w.chunk + 1;
+      }
+      if (w.rows) store_sum(w.to, P(w.number, lane), total);
+      if (w.number != 0) return;
+      if (kDrop && lane == 0) w.back->rows = __popc(w.rows);
+      if (a.row_grads && lane < kTopK) {
+        const std::int32_t row = w.list[lane];
+        w.back->grads[lane] = row >= 0 ? a.row_grads[row] : 0;
+      }
+    });
+    if (!wait.broken) signal(done, kChunks, arrived);
   }
 
   // ---- finish: at the owner
 
   __device__ std::uint64_t slot_number(std::uint32_t token, std::uint32_t r, std::uint32_t i) const {
     return m.slot_number(m.rank(), r, m.range_of(token), i);
-  }
-
-  template <bool kWeighted>
-  __device__ void finish_piece(std::uint32_t token, std::uint32_t number) const {
-    const P piece(number, lane);
-    Part total;
-    bool any = false;
-    for (std::uint32_t r = 0; r < kWorld; r++) {
-      const std::int32_t i = m.numbers()[std::uint64_t(token) * kWorld + r];
-      if (i < 0) continue;
-      Part part;
-      if (r == m.rank()) {
-        if (!sum_rows<kWeighted>(part, piece, row_of_own(token, i))) continue;
-        if constexpr (!kWideSums && kDtype != kFloat32) {  // as if it had travelled
-          uint4 v[kDeep];
-          part.join(v);
-          part.split(v);
-        }
-      } else {
-        const std::uint64_t slot = slot_number(token, r, i);
-        if (kDrop && !reinterpret_cast<const Back*>(&m.meta(m.rank(), slot, epoch))->rows) continue;
-        load_sum(part, piece, m.slot(m.rank(), slot, epoch));
-      }
-      if (any)
-        total.add(part);
-      else
-        total.set(part);
-      any = true;
-    }
-    uint4 v[kDeep];
-    if (any) {
-      total.join(v);
-    } else {
-#pragma unroll
-      for (std::uint32_t k = 0; k < kDeep; k++) v[k] = {0, 0, 0, 0};
-    }
-    piece.store(a.y + std::uint64_t(token) * kRowBytes, v);
   }
 
   // One float a row, back to the place of its id.
@@ -285,15 +377,46 @@ struct Summer {
   template <bool kWeighted>
   __device__ void finish() const {
     const std::uint32_t each = Moe::chunk_tokens(m.tokens);
-    for (std::uint32_t c = a.first_chunk; c < a.end_chunk; c++)
-      for (std::uint32_t item = warp; item < kRanges * each * P::kCount; item += warps) {
-        const std::uint32_t j = item / P::kCount, number = item % P::kCount;
-        const std::uint32_t token = m.token_at(j / each, c) + j % each;
-        if (token >= m.token_at(j / each, c + 1)) continue;
-        finish_piece<kWeighted>(token, number);
-        if (a.weight_grads && number == 0) bring_weight_grads(token);
+    std::uint32_t chunk = a.first_chunk, item = warp;
+    auto fetch = [&]() {
+      Item next;
+      while (chunk < a.end_chunk) {
+        if (item >= kRanges * each * P::kCount) {
+          chunk++;
+          item = warp;
+          continue;
+        }
+        const std::uint32_t j = item / P::kCount, range = j / each, token = m.token_at(range, chunk) + j % each;
+        next.number = item % P::kCount;
+        item += warps;
+        if (token >= m.token_at(range, chunk + 1)) continue;
+        next.valid = true;
+        next.token = token;
+        next.to = a.y + std::uint64_t(token) * kRowBytes;
+        find(next, range);
+        return next;
       }
+      return next;
+    };
+    pipeline<kWeighted>(fetch, [&](const Waiting& w, const Part& total) {
+      uint4 v[kDeep];
+      total.join(v);
+      P(w.number, lane).store(w.to, v);
+      if (a.weight_grads && w.number == 0) bring_weight_grads(w.token);
+    });
     end_chunks(m, epoch, a.end_chunk, a.credits, a.last);
+  }
+
+  // The lane's row of an own token, and the sum that the lane's rank has sent for it.
+  __device__ void find(Item& next, std::uint32_t range) const {
+    const std::int32_t* numbers = m.numbers() + std::uint64_t(next.token) * kWorld;
+    const std::int32_t here = numbers[m.rank()], there = lane < kWorld && lane != m.rank() ? numbers[lane] : -1;
+    const std::int32_t row = lane < kTopK && !a.compact ? m.list(m.rank(), next.token)[lane] : -1;
+    if (here >= 0) next.row = a.compact ? compact_row(m.rank(), m.u_of(next.token, m.rank(), here)) : row;
+    if (there < 0) return;
+    const std::uint64_t slot = m.slot_number(m.rank(), lane, range, there);
+    if (kDrop && !reinterpret_cast<const Back*>(&m.meta(m.rank(), slot, epoch))->rows) return;
+    next.sum = m.slot(m.rank(), slot, epoch);
   }
 };
 
@@ -305,26 +428,40 @@ __device__ inline void send_headers(const Moe& m) {
 
 }  // namespace a2a
 
+namespace a2a {
+
+template <bool kWeighted>
+__device__ void run_sum(const Sum& a) {
+  __shared__ std::uint32_t arrived[kChunks];
+  ptx::launch_next();
+  for (std::uint32_t c = threadIdx.x; c < kChunks; c += kThreads) arrived[c] = 0;
+  send_headers(a.m);
+  __syncthreads();
+  Summer(a).sum<kWeighted>(arrived);
+}
+
+template <bool kWeighted>
+__device__ void run_finish(const Sum& a) {
+  ptx::await_previous();
+  if (!has_failed(a.m)) Summer(a).finish<kWeighted>();
+}
+
+}  // namespace a2a
+
 using namespace a2a;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_sum(const __grid_constant__ Sum a) {
-  ptx::launch_next();
-  send_headers(a.m);
-  Summer(a).sum<false>();
+  run_sum<false>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_sum_weighted(const __grid_constant__ Sum a) {
-  ptx::launch_next();
-  send_headers(a.m);
-  Summer(a).sum<true>();
+  run_sum<true>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_finish(const __grid_constant__ Sum a) {
-  ptx::await_previous();
-  if (!has_failed(a.m)) Summer(a).finish<false>();
+  run_finish<false>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_finish_weighted(const __grid_constant__ Sum a) {
-  ptx::await_previous();
-  if (!has_failed(a.m)) Summer(a).finish<true>();
+  run_finish<true>(a);
 }

@@ -68,6 +68,16 @@ __device__ __forceinline__ std::uint32_t add_acq_rel_gpu(std::uint32_t* p, std::
   return was;
 }
 
+// Within a block, in shared memory. Returns what was there.
+__device__ __forceinline__ std::uint32_t add_acq_rel_block(std::uint32_t* p, std::uint32_t v) {
+  std::uint32_t was;
+  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;"
+               : "=r"(was)
+               : "r"(std::uint32_t(__cvta_generic_to_shared(p))), "r"(v)
+               : "memory");
+  return was;
+}
+
 __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* p) {
   std::uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -103,9 +113,12 @@ __device__ __forceinline__ void bulk_barrier_init(std::uint64_t* barrier) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
+__device__ __forceinline__ void bulk_expect(std::uint64_t* barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
