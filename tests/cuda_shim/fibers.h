@@ -16,7 +16,8 @@ struct Block;
 struct Launch;
 
 struct Fiber {
-  Task task;
+  Task task, reader, writer;  // what it does, and what the copy engine does for it
+  Clock read, written;        // of the engine, when it was last committed to
   Block* block = nullptr;
   Dim index;
   std::uint32_t number = 0;     // in its block

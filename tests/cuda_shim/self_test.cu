@@ -77,6 +77,32 @@ extern "C" __global__ void second_first(std::uint32_t* from) {
   from[64] = a2a::ptx::load_relaxed_sys(from);
 }
 
+// Rows go through shared memory by bulk copies, as in a2a's kernels; `how` leaves a wait out.
+enum Bulk { kRight, kNoAwait, kNoWaitRead, kNoWait };
+extern "C" __global__ void bulk_rows(std::uint32_t* p, Bulk how) {
+  __shared__ __align__(16) std::uint32_t row[32];
+  __shared__ std::uint64_t barrier;
+  if (threadIdx.x == 0) a2a::ptx::bulk_barrier_init(&barrier);
+  p[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  for (std::uint32_t i = 0; i < 4; i++) {
+    std::uint32_t* from = p + i * 32;
+    if (threadIdx.x == 0) a2a::ptx::bulk_load(row, from, sizeof row, &barrier);
+    if (how != kNoAwait) a2a::ptx::bulk_await(&barrier, i % 2);
+    row[threadIdx.x] += 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      a2a::ptx::bulk_store(from + 32, row, sizeof row);
+      a2a::ptx::bulk_commit();
+      if (how == kNoWait)
+        a2a::ptx::bulk_wait_read();
+      else if (how != kNoWaitRead)
+        a2a::ptx::bulk_wait();
+    }
+    __syncthreads();
+  }
+}
+
 extern "C" __global__ void fill(std::uint32_t* p, std::uint32_t v) {
   shim::let_next_launch_start();
   p[blockIdx.x * blockDim.x + threadIdx.x] = v;
