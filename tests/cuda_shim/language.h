@@ -20,6 +20,7 @@ struct Dim {
 Dim thread_index(), block_index(), block_dim(), grid_dim();
 std::uint64_t timer_ns();
 void barrier(std::uint32_t number, std::uint32_t threads);  // orders memory
+std::uint32_t votes_at_barrier(bool vote);                  // of all threads of the block
 void* shared_memory(const void* variable, std::size_t bytes, std::size_t align);
 void* dynamic_shared_memory();
 // A copy by the copy engine, which is none of the thread's own accesses. With a barrier: a load, over when the barrier says so.
@@ -135,6 +136,10 @@ inline void __syncthreads() {
   const dim3 n = blockDim;
   ::shim::barrier(0, n.x * n.y * n.z);
 }
+
+inline int __syncthreads_count(int vote) { return int(::shim::votes_at_barrier(vote != 0)); }
+inline int __syncthreads_or(int vote) { return __syncthreads_count(vote) != 0; }
+inline int __syncthreads_and(int vote) { return __syncthreads_count(!vote) == 0; }
 
 // ---- warps
 

@@ -196,11 +196,22 @@ void barrier(std::uint32_t number, std::uint32_t threads) {
   b.here.push_back(self);
   if (b.here.size() < threads) return wait_for("a barrier");
   meet(b.here);
-  for (Fiber* f : b.here)
+  std::uint32_t votes = 0;
+  for (const Fiber* f : b.here) votes += f->vote;
+  for (Fiber* f : b.here) {
+    f->votes = votes;
     if (f != self) make_ready(f);
+  }
   b.here.clear();
   note_change();
   pause(2);
+}
+
+std::uint32_t votes_at_barrier(bool vote) {
+  self->vote = vote;
+  barrier(0, std::uint32_t(self->block->fibers.size()));
+  self->vote = false;
+  return self->votes;
 }
 
 Lanes exchange(const char* operation, std::uint32_t mask, std::uint64_t value) {

@@ -72,6 +72,9 @@ __device__ __forceinline__ std::uint64_t swap_if_zero_sys(std::uint64_t* p, std:
   return shim::update(p, Order::kRelaxed, Scope::kSystem, [v](std::uint64_t was) { return was ? was : v; });
 }
 
+__device__ __forceinline__ void launch_next() { shim::let_next_launch_start(); }
+__device__ __forceinline__ void await_previous() { shim::wait_for_launch_before(); }
+
 // A barrier of bulk loads counts the phases that are over: each load is one.
 __device__ __forceinline__ void bulk_barrier_init(std::uint64_t* barrier) { *barrier = 0; }
 

@@ -26,7 +26,7 @@ void warps(std::uint64_t seed) {
     d.launch(warp_functions, {3, 64}, out);
     d.synchronize();
     for (std::uint32_t i = 0; i < 3 * 64; i++) {
-      const std::uint32_t lane = i % 32, *o = out + i * 8;
+      const std::uint32_t lane = i % 32, *o = out + i * 10, block = i / 64;
       expect("shfl", o[0], (lane + 5) % 32 * 3);
       expect("shfl_up", o[1], lane % 8 < 2 ? lane : lane - 2);
       expect("shfl_xor", o[2], lane ^ 16);
@@ -35,6 +35,8 @@ void warps(std::uint64_t seed) {
       expect("reduce_add", o[5], lane % 2 ? 16 * 16 : 15 * 16);
       expect("reduce_max", o[6], lane % 2 ? 31 : 30);
       expect("all", o[7], lane % 2);
+      expect("syncthreads_count", o[8], block == 0 ? 22 : 21);
+      expect("syncthreads_or, and", o[9], block == 0 ? 0 : block == 1 ? 3 : 2);
     }
   });
 }

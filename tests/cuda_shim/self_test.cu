@@ -4,7 +4,7 @@
 extern "C" __global__ void __launch_bounds__(64) warp_functions(std::uint32_t* out) {
   const std::uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % 32, odd = lane % 2;
   const std::uint32_t half = odd ? 0xaaaaaaaa : 0x55555555;
-  std::uint32_t* o = out + thread * 8;
+  std::uint32_t* o = out + thread * 10;
   o[0] = __shfl_sync(~0u, lane * 3, int(lane + 5));
   o[1] = __shfl_up_sync(~0u, lane, 2, 8);
   o[2] = std::uint32_t(__shfl_xor_sync(~0u, std::uint64_t(lane), 16));
@@ -13,6 +13,8 @@ extern "C" __global__ void __launch_bounds__(64) warp_functions(std::uint32_t* o
   o[5] = __reduce_add_sync(half, lane);  // two halves of a warp, each by itself
   o[6] = __reduce_max_sync(half, lane);
   o[7] = std::uint32_t(__all_sync(half, odd));
+  o[8] = std::uint32_t(__syncthreads_count(thread % 3 == 0));
+  o[9] = std::uint32_t(__syncthreads_or(thread == 70) + 2 * __syncthreads_and(thread > 63));
 }
 
 extern "C" __global__ void shared_histogram(const std::uint32_t* values, std::uint32_t n, std::uint32_t* bins) {
@@ -104,11 +106,11 @@ extern "C" __global__ void bulk_rows(std::uint32_t* p, Bulk how) {
 }
 
 extern "C" __global__ void fill(std::uint32_t* p, std::uint32_t v) {
-  shim::let_next_launch_start();
+  a2a::ptx::launch_next();
   p[blockIdx.x * blockDim.x + threadIdx.x] = v;
 }
 extern "C" __global__ void add_after_wait(std::uint32_t* p) {
-  shim::wait_for_launch_before();
+  a2a::ptx::await_previous();
   p[blockIdx.x * blockDim.x + threadIdx.x] += 1;
 }
 extern "C" __global__ void add_without_wait(std::uint32_t* p) { p[blockIdx.x * blockDim.x + threadIdx.x] += 1; }
