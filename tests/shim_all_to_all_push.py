@@ -31,7 +31,7 @@ PRODUCED = "    signal(&staging(p).produced[rank][channel], n + 1);\n"
 CONSUMED = "    signal(&staging(p).consumed[rank][channel], n + 1);\n"
 FROM_RING = "    copy(out(p) + tile.begin, staging(rank).rings[p][channel][n % kSlots], tile.bytes, t, kTeam);\n"
 STORE_EPOCH = "  if (threadIdx.x == 0) epochs[blockIdx.x] = epoch;\n"
-OTHER_EPOCHS = "    for (std::uint32_t c = blocks + threadIdx.x; c < kBlocks; c += blockDim.x) epochs[c] = epoch;\n"
+OTHER_EPOCHS = "    for (std::uint32_t c = blocks + threadIdx.x; c < kEpochs; c += blockDim.x) epochs[c] = epoch;\n"
 STOP = "    if (wait.broken) stop[team] = 1;\n"
 TELL = "        if (r != place.rank) ptx::swap_if_zero_sys(&place.control(r)->failure, record);\n"
 LAST_LOOK = "    last_look = ptx::load_relaxed_sys(&place.control(place.rank)->closed[peer]) != 0;\n"
@@ -49,11 +49,12 @@ MUTANTS = (
     mutant("last_packet_unchecked", "VISIBLE", EPOCHS, EPOCHS.replace(" || w[3].w != epoch", ""), "flags"),
     mutant("first_packet_unchecked", "VISIBLE", EPOCHS, EPOCHS.replace("w[0].w != epoch || ", ""), "flags"),
     mutant("older_packets_pass", "VISIBLE", EPOCHS, EPOCHS.replace("!= epoch", "== 0"), "flags"),
-    mutant("header_half_checked", "VISIBLE", "(request.x != epoch || output.x", "(output.x", "flags"),
-    mutant("epoch_0", "VISIBLE", "epoch = next ? next : 2", "epoch = next", "flags", "direct"),
+    mutant("header_half_checked", "VISIBLE", "(seen.request.x != epoch || seen.more.x", "(seen.more.x", "flags",
+           file="signal.cuh"),
+    mutant("epoch_0", "VISIBLE", "epoch + 1 ? epoch + 1 : 2", "epoch + 1", "flags", "direct", file="signal.cuh"),
     # what is overwritten has been read
-    mutant("one_header", "REUSE", "Header& header = staging(p).headers[rank][epoch % 2];",
-           "Header& header = staging(p).headers[rank][0];", "flags"),
+    mutant("one_header", "REUSE", "control(to)->headers[rank][epoch % 2]", "control(to)->headers[rank][0]", "flags",
+           file="signal.cuh"),
     mutant("one_slab_to_send", "REUSE", "uint4* slab = staging(p).slabs[rank][epoch % 2];",
            "uint4* slab = staging(p).slabs[rank][0];", "flags"),
     mutant("ring_overrun", "REUSE", "n + 1 - kSlots", "n - kSlots", "staged"),
@@ -72,8 +73,9 @@ MUTANTS = (
     mutant("host_is_not_told", "FAILURE", "    ptx::store_relaxed_sys(place.host, record);\n", "", "absent",
            file="signal.cuh"),
     mutant("own_record_first", "FAILURE", "note(was ? was : record)", "note(record)", "mismatch", file="signal.cuh"),
-    mutant("refuser_blames_others", "FAILURE", "if (a.digest == kRefusal)", "if (false)", "refused"),
-    mutant("refusal_unnoticed", "FAILURE", "request.y == kRefusal", "false", "refused"),
+    mutant("refuser_blames_others", "FAILURE", "if (digest == kRefusal) return", "if (false) return", "refused",
+           file="signal.cuh"),
+    mutant("refusal_unnoticed", "FAILURE", "seen.request.y == kRefusal", "false", "refused", file="signal.cuh"),
     mutant("no_last_look", "FAILURE", "    if (last_look)\n", LAST_LOOK + "    if (last_look)\n", "leaving",
            file="signal.cuh"),
 )  # fmt: skip

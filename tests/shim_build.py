@@ -68,18 +68,24 @@ class Mutant:
 
 def shared_variables(text: str, name: str) -> str:
     """Turn `__shared__` declarations into references to memory of the block that runs."""
+
+    def static(found: re.Match[str]) -> str:
+        lines = []
+        for declarator in found["names"].split(","):
+            variable, dimensions = re.fullmatch(r"\s*(\w+)((?:\[[^]]*\])*)\s*", declarator).groups()  # type: ignore[union-attr]
+            lines.append(f"using shim_{variable} = {found['type']}{dimensions};")
+            lines.append(f"shim_{variable}& {variable} = shim::shared<shim_{variable}>([] {{}});")
+        return " ".join(lines)
+
+    align, kind = r"(?:(?:__align__|alignas)\(\d+\) )?", r"(?P<type>[\w:<>]+(?: [\w:<>]+)*)"
     text = re.sub(
-        r"extern __shared__ (?:(?:__align__|alignas)\(\d+\) )?([\w:]+(?: [\w:]+)*) (\w+)\[\];",
-        r"\1* const \2 = shim::dynamic_shared<\1>();",
+        rf"extern __shared__ {align}{kind} (?P<name>\w+)\[\];",
+        r"\g<type>* const \g<name> = shim::dynamic_shared<\g<type>>();",
         text,
     )
-    text = re.sub(
-        r"__shared__ ((?:(?:__align__|alignas)\(\d+\) )?)([\w:<>]+(?: [\w:<>]+)*) (\w+)((?:\[[^;,]*\])*);",
-        r"using shim_\3 = \2\4; shim_\3& \3 = shim::shared<shim_\3>([] {});",
-        text,
-    )
+    text = re.sub(rf"__shared__ {align}{kind} (?P<names>\w+(?:\[[^];]*\])*(?:, \w+(?:\[[^];]*\])*)*);", static, text)
     left = re.search(r".*__shared__.*", re.sub(r"//.*", "", text))
-    assert left is None, f"{name}: one variable a declaration, please: {left and left[0].strip()}"
+    assert left is None, f"{name}: a declaration that shim_build.py doesn't understand: {left and left[0].strip()}"
     return text
 
 

@@ -17,7 +17,8 @@ using shim::World;
 using shim::wrong;
 
 constexpr std::uint32_t kDigest = 0x1234567, kText = 7;
-constexpr std::uint64_t kStagingAt = 4096, kUserAt = a2a::align_up(kStagingAt + sizeof(Staging), 4096);
+constexpr std::uint64_t kStagingAt = a2a::align_up(sizeof(Control), 4096),
+                        kUserAt = a2a::align_up(kStagingAt + sizeof(Staging), 4096);
 constexpr std::uint64_t kDeadlineNs = 5'000'000'000, kGuard = 16;
 static_assert(kUserAt < World::kWindow / 2, "staging fits the window");
 
@@ -188,7 +189,7 @@ void begin(World& world) {
   const std::uint32_t calls = 0u - std::uint32_t(shim::mix(world.seed, 3) % 12);
   for (std::uint32_t r = 0; r < kWorld; r++) {
     control(world, r).ok = 1;
-    for (std::uint32_t& epoch : staging(world, r).epoch) epoch = calls;
+    for (std::uint32_t& epoch : control(world, r).epoch) epoch = calls;
     for (std::uint32_t p = 0; p < kWorld; p++)
       for (std::uint32_t c = 0; c < kChannels; c++) {
         const auto chunks = [&](std::uint32_t from, std::uint32_t to) {

@@ -16,13 +16,16 @@ struct Block;
 struct Launch;
 
 struct Fiber {
-  Task task;
+  Task task, reader, writer;  // what it does, and what the copy engine does for it
+  Clock read, written;        // of the engine, when it was last committed to
   Block* block = nullptr;
   Dim index;
   std::uint32_t number = 0;     // in its block
   std::uint32_t place = 0;      // in block->ready, while it is there
   const char* waits = nullptr;  // what for, while it is not
-  bool allows = false;          // the next launch to start
+  bool vote = false;            // at the barrier
+  std::uint32_t votes = 0;
+  bool allows = false;  // the next launch to start
   Lanes lanes;
   std::uint8_t* stack = nullptr;
   void* sp = nullptr;  // while it does not run

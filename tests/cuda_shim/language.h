@@ -20,8 +20,14 @@ struct Dim {
 Dim thread_index(), block_index(), block_dim(), grid_dim();
 std::uint64_t timer_ns();
 void barrier(std::uint32_t number, std::uint32_t threads);  // orders memory
+std::uint32_t votes_at_barrier(bool vote);                  // of all threads of the block
 void* shared_memory(const void* variable, std::size_t bytes, std::size_t align);
 void* dynamic_shared_memory();
+// A copy by the copy engine, which is none of the thread's own accesses. With a barrier: a load, over when the barrier says so.
+// Without: a store; what the thread has committed is over, or its sources have been read, when it has waited for that.
+void bulk_copy(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier);
+void bulk_commit();
+void bulk_wait(bool arrived);
 void wait_for_launch_before();  // griddepcontrol.wait
 void let_next_launch_start();   // griddepcontrol.launch_dependents
 
@@ -58,7 +64,8 @@ T update(T* p, Order order, Scope scope, F next) {
 template <class T, class Tag>
 T& shared(Tag) {  // a tag a declaration: every instance of a template has variables of its own
   static char variable;
-  return *static_cast<T*>(shared_memory(&variable, sizeof(T), alignof(T)));
+  return *static_cast<T*>(
+      shared_memory(&variable, sizeof(T), alignof(T) < 128 ? 128 : alignof(T)));  // if it says so or not
 }
 template <class T>
 T* dynamic_shared() {
@@ -129,6 +136,10 @@ inline void __syncthreads() {
   const dim3 n = blockDim;
   ::shim::barrier(0, n.x * n.y * n.z);
 }
+
+inline int __syncthreads_count(int vote) { return int(::shim::votes_at_barrier(vote != 0)); }
+inline int __syncthreads_or(int vote) { return __syncthreads_count(vote) != 0; }
+inline int __syncthreads_and(int vote) { return __syncthreads_count(!vote) == 0; }
 
 // ---- warps
 

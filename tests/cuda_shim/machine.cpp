@@ -93,6 +93,11 @@ void end_launch(DeviceState& d, Launch* launch) {
   end_fiber();
 }
 
+std::uint32_t new_task() {
+  if (next_task == kMostTasks) wrong(kMisuse, "more than %u threads: make the blocks smaller", kMostTasks);
+  return next_task++;
+}
+
 Fiber* new_fiber(std::vector<Fiber*>& spare) {
   if (!spare.empty()) {
     Fiber* f = spare.back();
@@ -105,8 +110,7 @@ Fiber* new_fiber(std::vector<Fiber*>& spare) {
   }
   Fiber* f = spare_fibers.back();
   spare_fibers.pop_back();
-  f->task.id = next_task++;
-  if (f->task.id >= kMostTasks) wrong(kMisuse, "more than %u threads: make the blocks smaller", kMostTasks);
+  f->task.id = new_task();
   return f;
 }
 
@@ -161,7 +165,10 @@ std::string memory_name(const void* p) {
 
 std::string task_name(std::uint32_t id) {
   for (const Fiber* f : all_fibers)
-    if (f->task.id == id) return where(*f);
+    if (f->task.id == id)
+      return where(*f);
+    else if (f->reader.id == id || f->writer.id == id)
+      return "a bulk copy of " + where(*f);
   return "?";
 }
 
@@ -189,11 +196,22 @@ void barrier(std::uint32_t number, std::uint32_t threads) {
   b.here.push_back(self);
   if (b.here.size() < threads) return wait_for("a barrier");
   meet(b.here);
-  for (Fiber* f : b.here)
+  std::uint32_t votes = 0;
+  for (const Fiber* f : b.here) votes += f->vote;
+  for (Fiber* f : b.here) {
+    f->votes = votes;
     if (f != self) make_ready(f);
+  }
   b.here.clear();
   note_change();
   pause(2);
+}
+
+std::uint32_t votes_at_barrier(bool vote) {
+  self->vote = vote;
+  barrier(0, std::uint32_t(self->block->fibers.size()));
+  self->vote = false;
+  return self->votes;
 }
 
 Lanes exchange(const char* operation, std::uint32_t mask, std::uint64_t value) {
@@ -248,6 +266,29 @@ void* shared_memory(const void* variable, std::size_t bytes, std::size_t align) 
 
 void* dynamic_shared_memory() { return self->block->shared; }
 
+void bulk_copy(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
+  if ((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from) | bytes) % 16)
+    wrong(kMisuse, "%s: a bulk copy of %u bytes from %p to %p: all must be multiples of 16", where(*self).c_str(),
+          bytes, from, to);
+  pause(4);
+  for (Task* engine : {&self->reader, &self->writer}) {
+    if (!engine->id) engine->id = new_task();
+    engine->rank = self->task.rank;
+    engine->block = self->task.block;
+  }
+  copy_for(self->task, self->reader, self->writer, to, from, bytes, barrier);
+}
+
+void bulk_commit() {
+  self->read = self->reader.clock;
+  self->written = self->writer.clock;
+}
+
+void bulk_wait(bool arrived) {
+  self->task.clock.join(self->read);
+  if (arrived) self->task.clock.join(self->written);
+}
+
 void let_next_launch_start() { allow_next(*self); }
 
 void wait_for_launch_before() {
@@ -270,7 +311,7 @@ Device::Device(World& w, std::uint32_t r)
 Device::~Device() {
   if (state->host) state->spare.push_back(state->host);
   for (Fiber* f : state->spare) {
-    f->task = Task{};
+    f->task = f->reader = f->writer = Task{};
     spare_fibers.push_back(f);
   }
 }

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "convert.h"
+
 namespace a2a::ptx {
 
 using shim::Order;
@@ -44,10 +46,72 @@ __device__ __forceinline__ uint4 load_relaxed_sys(const uint4* p) {
   return v;
 }
 
+__device__ __forceinline__ void store_release_sys(std::uint64_t* p, std::uint64_t v) {
+  shim::store(p, &v, sizeof v, Order::kRelease, Scope::kSystem);
+}
+
+__device__ __forceinline__ std::uint64_t load_acquire_sys(const std::uint64_t* p) {
+  std::uint64_t v;
+  shim::load(p, &v, sizeof v, Order::kAcquire, Scope::kSystem);
+  return v;
+}
+
+__device__ __forceinline__ std::uint32_t add_acq_rel_gpu(std::uint32_t* p, std::uint32_t v) {
+  return shim::update(p, Order::kAcquireRelease, Scope::kDevice, [v](std::uint32_t was) { return was + v; });
+}
+
+__device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* p) {
+  std::uint32_t v;
+  shim::load(p, &v, sizeof v, Order::kAcquire, Scope::kDevice);
+  return v;
+}
+
 __device__ __forceinline__ void barrier(std::uint32_t number, std::uint32_t threads) { shim::barrier(number, threads); }
 
 __device__ __forceinline__ std::uint64_t swap_if_zero_sys(std::uint64_t* p, std::uint64_t v) {
   return shim::update(p, Order::kRelaxed, Scope::kSystem, [v](std::uint64_t was) { return was ? was : v; });
+}
+
+__device__ __forceinline__ void launch_next() { shim::let_next_launch_start(); }
+__device__ __forceinline__ void await_previous() { shim::wait_for_launch_before(); }
+
+// A barrier of bulk loads counts the phases that are over: each load is one.
+__device__ __forceinline__ void bulk_barrier_init(std::uint64_t* barrier) { *barrier = 0; }
+
+__device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
+  shim::bulk_copy(to, from, bytes, barrier);
+}
+
+__device__ __forceinline__ void bulk_await(std::uint64_t* barrier, std::uint32_t phase) {
+  std::uint64_t over;
+  do shim::load(barrier, &over, sizeof over, Order::kAcquire, Scope::kBlock);
+  while (over % 2 == phase);
+}
+
+__device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint32_t bytes) {
+  shim::bulk_copy(to, from, bytes, nullptr);
+}
+
+__device__ __forceinline__ void bulk_commit() { shim::bulk_commit(); }
+__device__ __forceinline__ void bulk_wait_read() { shim::bulk_wait(false); }
+__device__ __forceinline__ void bulk_wait() { shim::bulk_wait(true); }
+
+__device__ __forceinline__ std::uint32_t to_bf16x2(float low, float high) {
+  return shim::to_bf16(high) << 16 | shim::to_bf16(low);
+}
+
+__device__ __forceinline__ std::uint32_t to_f16x2(float low, float high) {
+  return shim::to_f16(high) << 16 | shim::to_f16(low);
+}
+
+__device__ __forceinline__ float from_f16(std::uint16_t h) { return shim::of_f16(h); }
+
+__device__ __forceinline__ std::uint16_t to_e4m3x2(float low, float high) {
+  return std::uint16_t(shim::to_e4m3(high) << 8 | shim::to_e4m3(low));
+}
+
+__device__ __forceinline__ std::uint32_t e4m3x2_to_f16x2(std::uint16_t q) {
+  return shim::to_f16(shim::of_e4m3(q >> 8)) << 16 | shim::to_f16(shim::of_e4m3(q & 0xff));
 }
 
 __device__ __forceinline__ std::uint64_t global_timer_ns() { return shim::timer_ns(); }

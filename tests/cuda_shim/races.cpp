@@ -231,6 +231,32 @@ void describe_tasks(std::function<std::string(std::uint32_t)> name) { task_name 
 void describe_memory(std::function<std::string(const void*)> name) { memory_name = std::move(name); }
 void note_change() { has_changed = true; }
 
+void copy_for(Task& owner, Task& reader, Task& writer, void* to, const void* from, std::uint32_t bytes,
+              std::uint64_t* barrier) {
+  const void* pc = __builtin_return_address(0);
+  deliver(owner);
+  for (Task* engine : {&reader, &writer}) {
+    engine->clock.join(owner.clock);
+    engine->done = owner.done;
+    engine->clock.tick(engine->id);
+  }
+  owner.clock.tick(owner.id);
+  begin_task(reader);
+  access(from, bytes, false, 0, pc);
+  begin_task(writer);
+  access(to, bytes, true, 0, pc);
+  std::memcpy(to, from, bytes);
+  if (barrier) {
+    access(barrier, sizeof *barrier, true, std::uint32_t(Scope::kBlock), pc);
+    Clock both = reader.clock;
+    both.join(writer.clock);
+    release(barrier, both, Scope::kBlock, false);
+    ++*barrier;
+  }
+  has_changed = true;
+  begin_task(owner);
+}
+
 bool changed() {
   const bool was = has_changed;
   has_changed = false;

@@ -61,6 +61,9 @@ void forget_all();  // as if nothing had ever been accessed, and all of it were 
 void begin_task(Task& task);  // it runs from now on
 void describe_tasks(std::function<std::string(std::uint32_t id)> name);
 void describe_memory(std::function<std::string(const void*)> name);
+// `reader` and `writer` copy after what `task` has done; `barrier`, if there is one, counts up when they are through.
+void copy_for(Task& task, Task& reader, Task& writer, void* to, const void* from, std::uint32_t bytes,
+              std::uint64_t* barrier);
 void deliver(Task& task);       // all pending stores reach memory
 void deliver_some(Task& task);  // perhaps one of them does
 bool changed();                 // whether memory or anything has, since the last question

@@ -26,7 +26,7 @@ void warps(std::uint64_t seed) {
     d.launch(warp_functions, {3, 64}, out);
     d.synchronize();
     for (std::uint32_t i = 0; i < 3 * 64; i++) {
-      const std::uint32_t lane = i % 32, *o = out + i * 8;
+      const std::uint32_t lane = i % 32, *o = out + i * 10, block = i / 64;
       expect("shfl", o[0], (lane + 5) % 32 * 3);
       expect("shfl_up", o[1], lane % 8 < 2 ? lane : lane - 2);
       expect("shfl_xor", o[2], lane ^ 16);
@@ -35,6 +35,8 @@ void warps(std::uint64_t seed) {
       expect("reduce_add", o[5], lane % 2 ? 16 * 16 : 15 * 16);
       expect("reduce_max", o[6], lane % 2 ? 31 : 30);
       expect("all", o[7], lane % 2);
+      expect("syncthreads_count", o[8], block == 0 ? 22 : 21);
+      expect("syncthreads_or, and", o[9], block == 0 ? 0 : block == 1 ? 3 : 2);
     }
   });
 }
@@ -94,6 +96,28 @@ void launches(std::uint64_t seed, bool waits) {
   });
 }
 
+void bulk(std::uint64_t seed, Bulk how) {
+  World world(seed, 1);
+  world.run([how](Device& d) {
+    d.launch(bulk_rows, {1, 32}, words<std::uint32_t>(d), how);
+    d.synchronize();
+    for (std::uint32_t i = 0; i < 5 * 32; i++) expect("a bulk copy", words<std::uint32_t>(d)[i], i % 32 + i / 32);
+  });
+}
+
+void conversions(std::uint64_t) {
+  using namespace a2a::ptx;
+  expect("bf16 of ties", to_bf16x2(1.00390625f, 1.01171875f), 0x3f823f80);
+  expect("bf16 of infinity and the largest float", to_bf16x2(INFINITY, 3.4028235e38f), 0x7f807f80);
+  expect("f16 of -1/3 and its least", to_f16x2(-1.0f / 3, 5.9604645e-8f), 0x0001b555);
+  expect("f16 of 65520 and 65519", to_f16x2(65520, 65519), 0x7bff7c00);
+  expect("e4m3 of 1000 and its least", to_e4m3x2(1000, 0.001953125f), 0x017e);
+  expect("e4m3 of ties", to_e4m3x2(17, -19), 0xda58);
+  for (std::uint32_t h = 0; h < 0x7c00; h++) expect("f16 and back", to_f16x2(from_f16(std::uint16_t(h)), 0), h);
+  for (std::uint32_t q = 0; q < 0x7f; q++)
+    expect("e4m3, f16, and back", to_e4m3x2(from_f16(std::uint16_t(e4m3x2_to_f16x2(std::uint16_t(q)))), 0), q);
+}
+
 template <class Kernel>
 void alone(std::uint64_t seed, Kernel kernel, std::uint32_t threads = 64) {
   World world(seed, 1);
@@ -107,7 +131,12 @@ const std::vector<shim::Scenario> kScenarios = {
     {"fence", message<kFenced>},
     {"launches", [](std::uint64_t seed) { launches(seed, true); }},
     {"exchange", [](std::uint64_t seed) { alone(seed, exchange_rows); }},
+    {"bulk", [](std::uint64_t seed) { bulk(seed, kRight); }},
+    {"conversions", conversions},
     // and what must be noticed
+    {"bulk_no_await", [](std::uint64_t seed) { bulk(seed, kNoAwait); }},
+    {"bulk_no_wait_read", [](std::uint64_t seed) { bulk(seed, kNoWaitRead); }},
+    {"bulk_no_wait", [](std::uint64_t seed) { bulk(seed, kNoWait); }},
     {"not_released", message<kRelaxed>},
     {"not_acquired", message<kNotAcquired>},
     {"device_scope", message<kDeviceScope>},

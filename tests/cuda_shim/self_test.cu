@@ -4,7 +4,7 @@
 extern "C" __global__ void __launch_bounds__(64) warp_functions(std::uint32_t* out) {
   const std::uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % 32, odd = lane % 2;
   const std::uint32_t half = odd ? 0xaaaaaaaa : 0x55555555;
-  std::uint32_t* o = out + thread * 8;
+  std::uint32_t* o = out + thread * 10;
   o[0] = __shfl_sync(~0u, lane * 3, int(lane + 5));
   o[1] = __shfl_up_sync(~0u, lane, 2, 8);
   o[2] = std::uint32_t(__shfl_xor_sync(~0u, std::uint64_t(lane), 16));
@@ -13,6 +13,8 @@ extern "C" __global__ void __launch_bounds__(64) warp_functions(std::uint32_t* o
   o[5] = __reduce_add_sync(half, lane);  // two halves of a warp, each by itself
   o[6] = __reduce_max_sync(half, lane);
   o[7] = std::uint32_t(__all_sync(half, odd));
+  o[8] = std::uint32_t(__syncthreads_count(thread % 3 == 0));
+  o[9] = std::uint32_t(__syncthreads_or(thread == 70) + 2 * __syncthreads_and(thread > 63));
 }
 
 extern "C" __global__ void shared_histogram(const std::uint32_t* values, std::uint32_t n, std::uint32_t* bins) {
@@ -77,12 +79,38 @@ extern "C" __global__ void second_first(std::uint32_t* from) {
   from[64] = a2a::ptx::load_relaxed_sys(from);
 }
 
+// Rows go through shared memory by bulk copies, as in a2a's kernels; `how` leaves a wait out.
+enum Bulk { kRight, kNoAwait, kNoWaitRead, kNoWait };
+extern "C" __global__ void bulk_rows(std::uint32_t* p, Bulk how) {
+  __shared__ __align__(16) std::uint32_t row[32];
+  __shared__ std::uint64_t barrier;
+  if (threadIdx.x == 0) a2a::ptx::bulk_barrier_init(&barrier);
+  p[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  for (std::uint32_t i = 0; i < 4; i++) {
+    std::uint32_t* from = p + i * 32;
+    if (threadIdx.x == 0) a2a::ptx::bulk_load(row, from, sizeof row, &barrier);
+    if (how != kNoAwait) a2a::ptx::bulk_await(&barrier, i % 2);
+    row[threadIdx.x] += 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      a2a::ptx::bulk_store(from + 32, row, sizeof row);
+      a2a::ptx::bulk_commit();
+      if (how == kNoWait)
+        a2a::ptx::bulk_wait_read();
+      else if (how != kNoWaitRead)
+        a2a::ptx::bulk_wait();
+    }
+    __syncthreads();
+  }
+}
+
 extern "C" __global__ void fill(std::uint32_t* p, std::uint32_t v) {
-  shim::let_next_launch_start();
+  a2a::ptx::launch_next();
   p[blockIdx.x * blockDim.x + threadIdx.x] = v;
 }
 extern "C" __global__ void add_after_wait(std::uint32_t* p) {
-  shim::wait_for_launch_before();
+  a2a::ptx::await_previous();
   p[blockIdx.x * blockDim.x + threadIdx.x] += 1;
 }
 extern "C" __global__ void add_without_wait(std::uint32_t* p) { p[blockIdx.x * blockDim.x + threadIdx.x] += 1; }
