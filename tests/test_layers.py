@@ -234,7 +234,7 @@ def few_public_names(root: Path) -> Complaints:
 
 
 def assembly_lives_in_ptx(root: Path) -> Complaints:
-    """Inline assembly is in ptx.cuh, with a memory clobber unless it converts; compat.h may name versions of glibc's symbols."""
+    """Inline assembly is in ptx.cuh, with a memory clobber unless it converts; compat.h may name glibc's symbol versions."""
     found = []
     for file, text in c_files(root):
         name = file.rsplit("/", 1)[-1]

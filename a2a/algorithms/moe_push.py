@@ -46,16 +46,17 @@ if TYPE_CHECKING:
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
-_TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 256  # the kernels' own constants
+_TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 128  # the kernels' own constants
 _TILE_BYTES = 4 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
 _TILER_BYTES = 112 << 10  # of a block's tiles
+_PIECE_BYTES = 1 << 10  # of a row that a summing warp takes at a time
 _SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
 # SMs of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
-_SENDERS, _SUMMERS = 16, 48
+_SENDERS, _SUMMERS = 12, 48
 _CHUNK_BYTES = 8 << 20  # of tokens that a rank brings: long enough to hide a gate, short enough to overlap
 _MOST_CHUNKS = 60
 # How the chunks of a request are shared out among the kernels that work on them: the rest travels meanwhile.
-_SPREAD_GROUPS, _GATHER_GROUPS = (4, 3), (3, 2, 2)
+_SPREAD_GROUPS, _GATHER_GROUPS = (3, 2, 2), (2, 2, 2, 1)
 _PARTS = ("send", "expand", "sum")
 _STAGING_BYTES, _MOST_STAGING_BYTES = 256 << 20, 2 << 30  # for a peer, for all of them
 _MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
@@ -213,10 +214,10 @@ class PushExchange(MoeExchange):
             found[owner] += 1
         self._homes = torch.tensor(homes, dtype=torch.int64).to(torch.int32).to(device)
         columns = spec.num_experts + world
-        planners = max(1, min(_TEAM // 32, _PLANNER_BYTES // (4 * columns) - 1))
+        planners = max(1, min(_TEAM // 32, _PLANNER_BYTES // (4 * columns) - 2))
         words = 64 + g.ranges * columns + most_local * world + 4 + spec.max_tokens * spec.top_k + 16
         self._workspace = torch.zeros(words, dtype=torch.int32, device=device)
-        self._load(planners * 4 * columns + 4 * columns)
+        self._load((planners + 2) * 4 * columns)
         place = transport.place
         stage_words = _round(8 * (world * _MOST_BLOCKS + world), 256)
         half = (stage.num_bytes - stage_words) // 2 // 256 * 256
@@ -272,9 +273,11 @@ class PushExchange(MoeExchange):
         self._add(modules["expand"], "gate", _Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", _Counts, 1, 1024)
         self._add(modules["expand"], "refuse", _Gate, 1, 128)
+        spots = max(16, spec.top_k) * (2 if spec.wire_combine == "float32" and spec.dtype != torch.float32 else 1)
+        ring_bytes = _SUM_THREADS // 32 * spots * _PIECE_BYTES
         for suffix in ["", "_weighted"]:
-            self._add(modules["sum"], f"sum{suffix}", _Sum, g.summers, _SUM_THREADS)
-            self._add(modules["sum"], f"finish{suffix}", _Sum, finishers, _SUM_THREADS)
+            self._add(modules["sum"], f"sum{suffix}", _Sum, g.summers, _SUM_THREADS, ring_bytes)
+            self._add(modules["sum"], f"finish{suffix}", _Sum, finishers, _SUM_THREADS, ring_bytes)
 
     def _add(self, module: Any, name: str, params: Any, grid: int, block: int, shared_bytes: int = 0) -> None:
         place, values = self._transport.place, params()
@@ -458,7 +461,8 @@ class PushExchange(MoeExchange):
             rows = torch.empty(height, spec.hidden, dtype=spec.dtype, device=device)
             scales = torch.empty(0, device=device)
         rank, token, k = (torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(3))
-        index = torch.empty(capacity if spec.layout == "compact" else 0, dtype=torch.int32, device=device)
+        # Zero past the end, too: it is what rows are gathered by.
+        index = torch.zeros(capacity if spec.layout == "compact" else 0, dtype=torch.int32, device=device)
         weights = torch.empty(capacity, device=device)
         return Dispatched(rows, scales, counts, offsets, weights, rank, token, k, index, overflow, ids, plan)
 

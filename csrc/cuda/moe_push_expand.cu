@@ -253,11 +253,14 @@ struct Expander {
   // Call f(j, source, u, number of its slot) for all tokens of the peers, in this launch's chunks, a unit of them a warp.
   template <typename F>
   __device__ void peers(std::uint32_t units, F f) const {
+    // A small launch has a warp for every item: those of own tokens leave the first peers' to others.
+    const std::uint32_t busy = a.own_end ? kRanges * Moe::chunk_tokens(m.tokens) * units : 0;
+    const std::uint32_t first = (warp + warps - busy % warps) % warps;
     for (std::uint32_t c = a.first_chunk; c < a.end_chunk; c++)
       for (std::uint32_t step = 1; step < kWorld; step++) {
         const std::uint32_t s = (m.rank() + step) % kWorld;
         const Chunk chunk(m.starts_from(s), c, lane);
-        for (std::uint32_t item = warp; item < chunk.total * units; item += warps) {
+        for (std::uint32_t item = first; item < chunk.total * units; item += warps) {
           std::uint32_t u, range, i;
           chunk.find(item / units, u, range, i);
           f(item % units, s, u, m.slot_number(m.rank(), s, range, i));

@@ -6,7 +6,7 @@
 //
 // Cost     1 step; scale-up bytes per rank: one row a token and rank
 // Launch   kRanges / kTeams blocks of kTeams teams, the same on every rank, resident together; dynamic shared memory:
-//          (planners + 1) * (experts + kWorld) words a team (dispatch only)
+//          (planners + 2) * (experts + kWorld) words a team (dispatch only)
 // Buffers  x private; slots and counts symmetric; plan and workspace private
 // VISIBLE  counts: marks, each a number and the epoch in one 64-bit store.  Slots: W: all threads of a team store; then their
 //          barrier; S: one thread stores `progress` with st.release.sys, cumulative over the barrier.  A: a gate at the receiver
@@ -121,6 +121,25 @@ struct Sender {
     }
   }
 
+  // A small request: each range counts all ids, so that none waits for another.
+  __device__ bool is_small() const { return m.tokens * kTopK <= 16 * kTeam; }
+  __device__ void count_all(std::uint32_t* base, std::uint32_t* all) const {
+    const std::uint32_t first_token = m.token_at(range, 0);
+    for (std::uint32_t t0 = warp * kGroup; t0 < m.tokens; t0 += kTeam / 32 * kGroup) {
+      const std::uint32_t token = t0 + lane / kTopK;
+      const bool mine = lane < kGroup * kTopK && token < m.tokens;
+      const std::uint32_t e = mine ? expert(t0 * kTopK + lane) : kNone, r = e == kNone ? kNone : m.homes[e] >> 16;
+      const std::uint32_t same_token = __match_any_sync(kFull, (lane / kTopK) << 16 | (r & 0xffff));
+      if (e == kNone) continue;
+      const bool first = lane == std::uint32_t(__ffs(same_token)) - 1;
+      atomicAdd(all + e, 1u);
+      if (first) atomicAdd(all + m.experts + r, 1u);
+      if (token >= first_token) continue;
+      atomicAdd(base + e, 1u);
+      if (first) atomicAdd(base + m.experts + r, 1u);
+    }
+  }
+
   // Keep the counts before each chunk that begins among the kGroup tokens from t0 on. `firsts`: lanes that stand for a token at
   // their rank r.
   __device__ void start_chunks(const std::uint32_t* counts, std::uint32_t t0, std::uint32_t end, std::uint32_t firsts,
@@ -165,8 +184,8 @@ struct Sender {
     __syncthreads();
   }
 
-  // Where this range's rows and tokens begin among the rank's; and what the others must know of all of them.
-  __device__ void sum_ranges(std::uint32_t* base) {
+  // Where this range's rows and tokens begin among the rank's, and how many there are of all ranges.
+  __device__ void sum_ranges(std::uint32_t* base, std::uint32_t* total) const {
     for (std::uint32_t q = t; q < columns(); q += kTeam) {
       std::uint32_t before = 0, all = 0;
 #pragma unroll
@@ -176,11 +195,17 @@ struct Sender {
         before += b < range ? own : 0;
       }
       base[q] = before;
-      if (q % kRanges != range) continue;
+      total[q] = all;
+    }
+  }
+
+  // Each range tells its share of what the others must know of all of them.
+  __device__ void tell(const std::uint32_t* total) const {
+    for (std::uint32_t q = range + t * kRanges; q < columns(); q += kTeam * kRanges) {
       if (q < m.experts)
-        send_count(m.homes[q] >> 16, kCountsAt + (m.homes[q] & 0xffff), all);
+        send_count(m.homes[q] >> 16, kCountsAt + (m.homes[q] & 0xffff), total[q]);
       else
-        send_start(q - m.experts, kRanges * kChunks, all);
+        send_start(q - m.experts, kRanges * kChunks, total[q]);
     }
     if (range == 0)
       for (std::uint32_t r = t; r < kWorld; r += kTeam) send_count(r, 0, m.tokens);
@@ -227,10 +252,11 @@ struct Sender {
 
   // This range's own counts. After it, slots are known: they are numbered by range.
   __device__ void plan_range() {
-    std::uint32_t* counts = shared();
-    for (std::uint32_t q = t; q < m.planners * columns(); q += kTeam) counts[q] = 0;
+    std::uint32_t *counts = shared(), *base = counts + m.planners * columns(), *total = base + columns();
+    for (std::uint32_t q = t; q < (m.planners + 2) * columns(); q += kTeam) counts[q] = 0;
     barrier();
     if (warp < m.planners) count(counts + warp * columns());
+    if (is_small()) count_all(base, total);
     barrier();
     sum_warps(counts);
     barrier();
@@ -238,10 +264,13 @@ struct Sender {
   }
   // All ranges'. After it, rows are known.
   __device__ void plan() {
-    std::uint32_t *counts = shared(), *base = counts + m.planners * columns();
-    meet();
-    sum_ranges(base);
-    barrier();
+    std::uint32_t *counts = shared(), *base = counts + m.planners * columns(), *total = base + columns();
+    if (!is_small()) {
+      meet();
+      sum_ranges(base, total);
+      barrier();
+    }
+    tell(total);
     if (warp < m.planners) number_rows(counts, base);
     number_empty_chunks(base);
     barrier();
@@ -249,7 +278,7 @@ struct Sender {
   }
   __device__ std::uint32_t* shared() const {
     extern __shared__ std::uint32_t words[];
-    return words + team * (m.planners + 1) * columns();
+    return words + team * (m.planners + 2) * columns();
   }
 
   // ---- sending
@@ -336,21 +365,22 @@ struct Sender {
     }
   }
 
-  // Tokens of a chunk first; the plan of a small request is made while they travel.
+  // `planned`: rows are known. Where they are not, in a request of one chunk, the plan is made while its tokens travel.
   template <bool kPlan, bool kReady>
-  __device__ void send(volatile std::uint32_t* stop) {
-    constexpr std::uint32_t kPieces = Piece<kDeep>::kCount, kItems = kPieces + (kPlan && kChunks > 1);
+  __device__ void send(volatile std::uint32_t* stop, bool planned) {
+    constexpr std::uint32_t kPieces = Piece<kDeep>::kCount;
+    const std::uint32_t items = kPieces + (kPlan && planned);
     for (std::uint32_t c = 0; c < kChunks; c++) {
       if (!await_room(c, stop)) return;
       const std::uint32_t begin = m.token_at(range, c), end = m.token_at(range, c + 1);
-      for (std::uint32_t item = warp; item < (end - begin) * kItems; item += kTeam / 32) {
-        const std::uint32_t token = begin + item / kItems, piece = item % kItems;
+      for (std::uint32_t item = warp; item < (end - begin) * items; item += kTeam / 32) {
+        const std::uint32_t token = begin + item / items, piece = item % items;
         if (piece < kPieces)
           send_piece<kReady>(token, piece);
         else
           send_meta(token);
       }
-      if constexpr (kPlan && kChunks == 1) {
+      if (kPlan && !planned) {
         plan();
         for (std::uint32_t token = begin + warp; token < end; token += kTeam / 32) send_meta(token);
       }
@@ -372,12 +402,13 @@ __device__ void run(const Send& a) {
       if (p != a.m.rank()) a.m.place.send_header(p, epoch, a.m.digest, a.m.tokens, 0);
   __syncthreads();
   Sender sender(a, epoch);
+  const bool planned = kChunks > 1 || sender.is_small();
   if constexpr (kPlan) {
     sender.plan_range();
-    if constexpr (kChunks > 1) sender.plan();
+    if (planned) sender.plan();
     sender.barrier();
   }
-  sender.send<kPlan, kReady>(stop);
+  sender.send<kPlan, kReady>(stop, planned);
 }
 
 }  // namespace a2a

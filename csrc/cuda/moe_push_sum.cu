@@ -24,8 +24,9 @@ using P = Piece<kDeep>;
 constexpr std::uint32_t kThreads = 128, kWarps = kThreads / 32;  // of a block; three share an SM
 constexpr std::uint32_t kPieceBytes = P::kSize * 16;             // of a row
 constexpr std::uint32_t kSpotBytes = kPieceBytes * (kWideSums ? 2 : 1);
-constexpr std::uint32_t kSpots = kTopK > 16 ? kTopK : 16;  // a warp's ring of pieces on their way; an item takes at most kTopK
-constexpr std::uint32_t kAhead = 4;                        // items of a warp on their way
+constexpr std::uint32_t kSpots =
+    kTopK > 16 ? kTopK : 16;         // a warp's ring of pieces on their way; an item takes at most kTopK
+constexpr std::uint32_t kAhead = 4;  // items of a warp on their way
 
 struct Sum {
   Moe m;
@@ -136,7 +137,8 @@ struct Item {
 // An item whose pieces are on their way into the ring.
 struct Waiting {
   std::uint32_t number, chunk, token;
-  std::uint32_t spot, rows, before, after;  // its first spot; a lane a row here; sums of the ranks before and after this one
+  std::uint32_t spot, rows, before,
+      after;  // its first spot; a lane a row here; sums of the ranks before and after this one
   float weight;
   std::uint8_t* to;
   Back* back;
@@ -238,7 +240,8 @@ struct Summer {
         if (used + pieces > kSpots) break;
         const Waiting started = start(next, spots, barriers + head % kAhead);
 #pragma unroll
-        for (std::uint32_t i = 0; i < kAhead; i++)  // no index that the compiler doesn't know: registers have no addresses
+        for (std::uint32_t i = 0; i < kAhead;
+             i++)  // no index that the compiler doesn't know: registers have no addresses
           if (i == head % kAhead) queue[i] = started;
         head++, used += pieces, spots += pieces;
         next = after;
