@@ -163,7 +163,7 @@ class Step:
             "topk_ids_TK": routing.topk_ids_TK,
             "row_index_R": routing.row_index_R,
             "y": self.y_TH.detach(),
-            "grad_out": grad_or_zeros(self.out_RH),
+            "grad_out": grad_or_zeros(self.out_RH)[:end],
             "grad_row_weights_R": grad_or_zeros(routing.row_weights_R)[:end],
             "grad_x": grad_or_zeros(self.x_TH),
             "grad_weights": torch.zeros(0) if self.weights_TK is None else grad_or_zeros(self.weights_TK),
@@ -234,8 +234,6 @@ def expected_step(case: Case, world_size: int) -> list[Answer]:
     answers = []
     for rank, got in enumerate(received):
         num_rows = len(got.origins) if layer.max_rows is None else layer.max_rows
-        grad_out = torch.zeros(num_rows, case.hidden, dtype=case.dtype)
-        grad_out[: len(got.origins)] = grads_out[rank][0]
         grad_weights = grads_weights[rank]
         answers.append(
             {
@@ -250,7 +248,7 @@ def expected_step(case: Case, world_size: int) -> list[Answer]:
                 "topk_ids_TK": tokens[rank].topk_ids_TK.int(),
                 "row_index_R": unique[rank].row_index_R if unique else torch.zeros(0, dtype=torch.int32),
                 "y": ys[rank],
-                "grad_out": grad_out,
+                "grad_out": grads_out[rank][0],
                 "grad_row_weights_R": grads_R[rank],
                 "grad_x": grads_x[rank],
                 "grad_weights": torch.zeros(0) if grad_weights is None else grad_weights,

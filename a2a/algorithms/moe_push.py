@@ -49,10 +49,10 @@ _WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
 _TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 128  # the kernels' own constants
 _TILE_BYTES = 4 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
 _TILER_BYTES = 112 << 10  # of a block's tiles
-_PIECE_BYTES = 1 << 10  # of a row that a summing warp takes at a time
+_PIECE_BYTES = 2 << 10  # of a row that a summing warp takes at a time
 _SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
 # SMs of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
-_SENDERS, _SUMMERS = 12, 48
+_SENDERS, _SUMMERS = 12, 56
 _CHUNK_BYTES = 8 << 20  # of tokens that a rank brings: long enough to hide a gate, short enough to overlap
 _MOST_CHUNKS = 60
 # How the chunks of a request are shared out among the kernels that work on them: the rest travels meanwhile.
@@ -273,7 +273,7 @@ class PushExchange(MoeExchange):
         self._add(modules["expand"], "gate", _Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", _Counts, 1, 1024)
         self._add(modules["expand"], "refuse", _Gate, 1, 128)
-        spots = max(16, spec.top_k) * (2 if spec.wire_combine == "float32" and spec.dtype != torch.float32 else 1)
+        spots = max(8, spec.top_k) * (2 if spec.wire_combine == "float32" and spec.dtype != torch.float32 else 1)
         ring_bytes = _SUM_THREADS // 32 * spots * _PIECE_BYTES
         for suffix in ["", "_weighted"]:
             self._add(modules["sum"], f"sum{suffix}", _Sum, g.summers, _SUM_THREADS, ring_bytes)

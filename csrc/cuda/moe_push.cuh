@@ -136,7 +136,7 @@ struct Moe {
   __device__ std::uint64_t slot_number(std::uint32_t at, std::uint32_t source, std::uint32_t range,
                                        std::uint32_t i) const {
     const std::uint32_t region = (source + kWorld - 1 - at) % kWorld;  // kWorld - 1 would be its own
-    return (std::uint64_t(region) * kRanges + range) * ring + i % ring;
+    return (std::uint64_t(region) * kRanges + range) * ring + (i < ring ? i : i % ring);
   }
   __device__ std::uint8_t* slot(std::uint32_t at, std::uint64_t number, std::uint32_t epoch) const {
     return place.at<std::uint8_t>(at, data + epoch % 2 * half + number * kSlotBytes);

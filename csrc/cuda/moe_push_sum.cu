@@ -19,7 +19,7 @@
 
 namespace a2a {
 
-constexpr std::uint32_t kDeep = 2;  // vectors of a lane in a piece
+constexpr std::uint32_t kDeep = 4;  // vectors of a lane in a piece: fewer would cost more looking up than adding
 using P = Piece<kDeep>;
 constexpr std::uint32_t kThreads = 128, kWarps = kThreads / 32;  // of a block; three share an SM
 constexpr std::uint32_t kPieceBytes = P::kSize * 16;             // of a row
@@ -57,6 +57,25 @@ struct Part {
     for (std::uint32_t k = 0; k < kDeep; k++)
 #pragma unroll
       for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = empty ? other.f[k][i] : __fadd_rn(f[k][i], other.f[k][i]);
+    empty = false;
+  }
+  // What another rank has sent, from shared memory, which holds the lanes' vectors of a piece side by side.
+  __device__ void add_spot(std::uint32_t lane, const std::uint8_t* spot) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++) {
+      float g[kColumns];
+      if constexpr (kWideSums) {
+        const uint4* from = reinterpret_cast<const uint4*>(spot) + 2 * (k * 32 + lane);
+        const uint4 low = from[0], high = from[1];
+        const std::uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (std::uint32_t i = 0; i < 8; i++) g[i] = __uint_as_float(w[i]);
+      } else {
+        Vec::split(g, reinterpret_cast<const uint4*>(spot)[k * 32 + lane]);
+      }
+#pragma unroll
+      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = empty ? g[i] : __fadd_rn(f[k][i], g[i]);
+    }
     empty = false;
   }
   template <bool kWeighted>
@@ -102,47 +121,23 @@ __device__ inline void store_sum(std::uint8_t* slot, const P& piece, const Part&
   }
 }
 
-// From a spot in shared memory, which holds the lanes' vectors of one piece side by side.
-__device__ inline void load_sum(Part& part, std::uint32_t lane, const std::uint8_t* spot) {
-  if constexpr (kWideSums) {
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) {
-      const uint4* from = reinterpret_cast<const uint4*>(spot) + 2 * (k * 32 + lane);
-      const uint4 low = from[0], high = from[1];
-      const std::uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-      for (std::uint32_t i = 0; i < 8; i++) part.f[k][i] = __uint_as_float(w[i]);
-    }
-    part.empty = false;
-  } else {
-    uint4 v[kDeep];
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) v[k] = reinterpret_cast<const uint4*>(spot)[k * 32 + lane];
-    part.split(v);
-  }
-}
-
 // What a warp adds up at a time: a piece of some rows of this rank, and of sums that other ranks have sent.
 struct Item {
   bool valid = false;
-  std::uint32_t number = 0, chunk = 0, token = 0;  // of the piece; of the token, which is told for finish alone
-  std::int32_t row = -1;                           // the lane's row here
-  float weight = 1.0f;                             // its weight
-  const std::uint8_t* sum = nullptr;               // the sum of the lane's rank, where there is one
-  std::uint8_t* to = nullptr;                      // the row that the result is a piece of
-  Back* back = nullptr;                            // sum: what goes along with the first piece
-  const std::int32_t* list = nullptr;              // sum: the token's rows
+  std::uint32_t number = 0, chunk = 0;  // of the piece, of the token
+  std::uint32_t owner = 0, u = 0,
+                slot = 0;  // sum: whose token it is, its number, and where its sum goes.  finish: u is the token
+  std::int32_t row = -1;   // the lane's row here
+  float weight = 1.0f;     // its weight
+  const std::uint8_t* sum = nullptr;  // finish: the sum of the lane's rank, where there is one
 };
 
 // An item whose pieces are on their way into the ring.
 struct Waiting {
-  std::uint32_t number, chunk, token;
+  std::uint32_t number, chunk, owner, u, slot;
   std::uint32_t spot, rows, before,
       after;  // its first spot; a lane a row here; sums of the ranks before and after this one
   float weight;
-  std::uint8_t* to;
-  Back* back;
-  const std::int32_t* list;
 
   __device__ std::uint32_t pieces() const { return __popc(rows) + before + after; }
 };
@@ -174,8 +169,8 @@ struct Summer {
   __device__ Waiting start(const Item& item, std::uint32_t first, std::uint64_t* barrier) const {
     const std::uint32_t rows = __ballot_sync(kFull, item.row >= 0), sums = __ballot_sync(kFull, item.sum != nullptr);
     const std::uint32_t lower = (1u << lane) - 1, before = m.rank() < 32 ? (1u << m.rank()) - 1 : kFull;
-    Waiting w{item.number, item.chunk,  item.token, first,     rows,     std::uint32_t(__popc(sums & before)),
-              0,           item.weight, item.to,    item.back, item.list};
+    Waiting w{item.number, item.chunk, item.owner, item.u, item.slot, first, rows, std::uint32_t(__popc(sums & before)),
+              0,           item.weight};
     w.after = __popc(sums) - w.before;
     if (!w.pieces()) return w;
     const std::uint32_t bytes = piece_bytes(item.number), wide = bytes * (kSpotBytes / kPieceBytes);
@@ -191,37 +186,45 @@ struct Summer {
   }
 
   // Add an item up, once it is here.
-  template <bool kWeighted>
+  template <bool kWeighted, bool kAlone>
   __device__ void add_up(Part& total, const Waiting& w) const {
-    std::uint32_t from = w.spot;
-    for (std::uint32_t i = 0; i < w.before; i++) add_sum(total, from++);
-    if (w.rows) {
-      Part part;
-      for (std::uint32_t left = w.rows; left; left &= left - 1) {
-        uint4 v[kDeep];
-        const uint4* here = reinterpret_cast<const uint4*>(spot(from++));
-#pragma unroll
-        for (std::uint32_t k = 0; k < kDeep; k++) v[k] = here[k * 32 + lane];
-        part.template add_row<kWeighted>(v, __shfl_sync(kFull, w.weight, __ffs(left) - 1));
+    if constexpr (kAlone) {
+      add_rows<kWeighted>(total, w);
+    } else if constexpr (kWorld <=
+                         2) {  // at most one sum beside the rows: a + b is b + a, and one accumulator is enough
+      add_rows<kWeighted>(total, w);
+      if (w.before + w.after) add_sum(total, w.before ? w.spot : w.spot + __popc(w.rows));
+    } else {
+      for (std::uint32_t i = 0; i < w.before; i++) add_sum(total, w.spot + i);
+      if (w.rows) {
+        Part part;
+        add_rows<kWeighted>(part, w);
+        total.add(part);
       }
-      if constexpr (!kWideSums && kDtype != kFloat32) {  // as if it had travelled
-        uint4 v[kDeep];
-        part.join(v);
-        part.split(v);
-      }
-      total.add(part);
+      for (std::uint32_t i = 0; i < w.after; i++) add_sum(total, w.spot + w.before + __popc(w.rows) + i);
     }
-    for (std::uint32_t i = 0; i < w.after; i++) add_sum(total, from++);
   }
-  __device__ void add_sum(Part& total, std::uint32_t number) const {
-    Part part;
-    load_sum(part, lane, spot(number));
-    total.add(part);
+  template <bool kWeighted>
+  __device__ void add_rows(Part& part, const Waiting& w) const {
+    std::uint32_t from = w.spot + w.before;
+    for (std::uint32_t left = w.rows; left; left &= left - 1) {
+      uint4 v[kDeep];
+      const uint4* here = reinterpret_cast<const uint4*>(spot(from++));
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++) v[k] = here[k * 32 + lane];
+      part.template add_row<kWeighted>(v, __shfl_sync(kFull, w.weight, __ffs(left) - 1));
+    }
+    if (!kWideSums && kDtype != kFloat32 && !part.empty && w.before + w.after) {  // as if it had travelled
+      uint4 v[kDeep];
+      part.join(v);
+      part.split(v);
+    }
   }
+  __device__ void add_sum(Part& total, std::uint32_t number) const { total.add_spot(lane, spot(number)); }
 
   // Add up all items that `fetch` gives, in their order; `done` takes each result. The rows of an item are looked up two items
-  // before its copies start, and their weights one before: no step waits for the one just begun.
-  template <bool kWeighted, typename Fetch, typename Done>
+  // before its copies start, and their weights one before: no step waits for the one just begun. kAlone: items have no sums.
+  template <bool kWeighted, bool kAlone, typename Fetch, typename Done>
   __device__ void pipeline(Fetch fetch, Done done) const {
     __shared__ std::uint64_t all_barriers[kWarps][kAhead];
     std::uint64_t* barriers = all_barriers[threadIdx.x / 32];
@@ -259,7 +262,7 @@ struct Summer {
         phases ^= 1u << at;
       }
       Part total;
-      add_up<kWeighted>(total, w);
+      add_up<kWeighted, kAlone>(total, w);
       done(w, total);
       __syncwarp();  // the spots may be filled again
       used -= w.pieces(), tail++;
@@ -323,28 +326,27 @@ struct Summer {
       }
       std::uint32_t u, range, i;
       chunk.find(item / P::kCount, u, range, i);
-      const std::uint64_t slot = m.slot_number(source, m.rank(), range, i);
       next.valid = true;
       next.number = item % P::kCount, next.chunk = chunk_at;
+      next.owner = source, next.u = u;
+      next.slot = std::uint32_t(m.slot_number(source, m.rank(), range, i));
       next.row = row_of(source, u);
-      next.to = m.slot(source, slot, epoch);
-      next.back = reinterpret_cast<Back*>(&m.meta(source, slot, epoch));
-      next.list = m.list(source, u);
       item += warps;
       return next;
     };
-    pipeline<kWeighted>(fetch, [&](const Waiting& w, const Part& total) {
+    pipeline<kWeighted, true>(fetch, [&](const Waiting& w, const Part& total) {
       signal(done, w.chunk, arrived);
       if (w.chunk >= room) {
         if (!await_room(wait, w.chunk)) return;
         room = w.chunk + 1;
       }
-      if (w.rows) store_sum(w.to, P(w.number, lane), total);
+      if (w.rows) store_sum(m.slot(w.owner, w.slot, epoch), P(w.number, lane), total);
       if (w.number != 0) return;
-      if (kDrop && lane == 0) w.back->rows = __popc(w.rows);
+      Back& back = *reinterpret_cast<Back*>(&m.meta(w.owner, w.slot, epoch));
+      if (kDrop && lane == 0) back.rows = __popc(w.rows);
       if (a.row_grads && lane < kTopK) {
-        const std::int32_t row = w.list[lane];
-        w.back->grads[lane] = row >= 0 ? a.row_grads[row] : 0;
+        const std::int32_t row = m.list(w.owner, w.u)[lane];
+        back.grads[lane] = row >= 0 ? a.row_grads[row] : 0;
       }
     });
     if (!wait.broken) signal(done, kChunks, arrived);
@@ -394,28 +396,27 @@ struct Summer {
         item += warps;
         if (token >= m.token_at(range, chunk + 1)) continue;
         next.valid = true;
-        next.token = token;
-        next.to = a.y + std::uint64_t(token) * kRowBytes;
+        next.u = token;
         find(next, range);
         return next;
       }
       return next;
     };
-    pipeline<kWeighted>(fetch, [&](const Waiting& w, const Part& total) {
+    pipeline<kWeighted, false>(fetch, [&](const Waiting& w, const Part& total) {
       uint4 v[kDeep];
       total.join(v);
-      P(w.number, lane).store(w.to, v);
-      if (a.weight_grads && w.number == 0) bring_weight_grads(w.token);
+      P(w.number, lane).store(a.y + std::uint64_t(w.u) * kRowBytes, v);
+      if (a.weight_grads && w.number == 0) bring_weight_grads(w.u);
     });
     end_chunks(m, epoch, a.end_chunk, a.credits, a.last);
   }
 
   // The lane's row of an own token, and the sum that the lane's rank has sent for it.
   __device__ void find(Item& next, std::uint32_t range) const {
-    const std::int32_t* numbers = m.numbers() + std::uint64_t(next.token) * kWorld;
+    const std::int32_t* numbers = m.numbers() + std::uint64_t(next.u) * kWorld;
     const std::int32_t here = numbers[m.rank()], there = lane < kWorld && lane != m.rank() ? numbers[lane] : -1;
-    const std::int32_t row = lane < kTopK && !a.compact ? m.list(m.rank(), next.token)[lane] : -1;
-    if (here >= 0) next.row = a.compact ? compact_row(m.rank(), m.u_of(next.token, m.rank(), here)) : row;
+    const std::int32_t row = lane < kTopK && !a.compact ? m.list(m.rank(), next.u)[lane] : -1;
+    if (here >= 0) next.row = a.compact ? compact_row(m.rank(), m.u_of(next.u, m.rank(), here)) : row;
     if (there < 0) return;
     const std::uint64_t slot = m.slot_number(m.rank(), lane, range, there);
     if (kDrop && !reinterpret_cast<const Back*>(&m.meta(m.rank(), slot, epoch))->rows) return;

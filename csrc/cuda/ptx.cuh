@@ -135,9 +135,12 @@ __device__ __forceinline__ void bulk_await(std::uint64_t* barrier, std::uint32_t
   } while (!done);
 }
 
+// What is stored is not read soon: it leaves the cache before what others are about to read.
 __device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-               "r"(bytes)
+  std::uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy)::"memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes), "l"(policy)
                : "memory");
 }
 
