@@ -250,6 +250,7 @@ class PushExchange(MoeExchange):
             "WIRE": _WIRE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
             "COMPACT": int(spec.layout == "compact"), "DROP": int(spec.overflow == "drop"),
             "WIDE_SUMS": int(spec.wire_combine == "float32"), "TEAM": _TEAM, "TILE_BYTES": tile_bytes,
+            "SPOTS": max(8, spec.top_k),
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(place.device).multi_processor_count
         most = sms if spec.num_sms is None else min(sms, spec.num_sms)
@@ -273,8 +274,8 @@ class PushExchange(MoeExchange):
         self._add(modules["expand"], "gate", _Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", _Counts, 1, 1024)
         self._add(modules["expand"], "refuse", _Gate, 1, 128)
-        spots = max(8, spec.top_k) * (2 if spec.wire_combine == "float32" and spec.dtype != torch.float32 else 1)
-        ring_bytes = _SUM_THREADS // 32 * spots * _PIECE_BYTES
+        widths = 2 if spec.wire_combine == "float32" and spec.dtype != torch.float32 else 1
+        ring_bytes = _SUM_THREADS // 32 * defines["SPOTS"] * _PIECE_BYTES * widths
         for suffix in ["", "_weighted"]:
             self._add(modules["sum"], f"sum{suffix}", _Sum, g.summers, _SUM_THREADS, ring_bytes)
             self._add(modules["sum"], f"finish{suffix}", _Sum, finishers, _SUM_THREADS, ring_bytes)

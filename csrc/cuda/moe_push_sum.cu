@@ -24,9 +24,9 @@ using P = Piece<kDeep>;
 constexpr std::uint32_t kThreads = 128, kWarps = kThreads / 32;  // of a block; three share an SM
 constexpr std::uint32_t kPieceBytes = P::kSize * 16;             // of a row
 constexpr std::uint32_t kSpotBytes = kPieceBytes * (kWideSums ? 2 : 1);
-constexpr std::uint32_t kSpots =
-    kTopK > 16 ? kTopK : 16;         // a warp's ring of pieces on their way; an item takes at most kTopK
-constexpr std::uint32_t kAhead = 4;  // items of a warp on their way
+constexpr std::uint32_t kSpots = SPOTS;  // a warp's ring of pieces on their way
+static_assert(kSpots >= kTopK, "an item takes as many");
+constexpr std::uint32_t kAhead = 2;  // items of a warp on their way
 
 struct Sum {
   Moe m;
