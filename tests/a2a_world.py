@@ -41,10 +41,14 @@ class A2AWorld:
         return self._world.run(check, expect_dead=expect_dead, **kwargs)
 
 
+_made: dict[str, int] = {}  # on a rank: the port of the store that its default group hangs on, which goes with its A2AWorld
+
+
 def enter_world(backend: str, port: int, key: str) -> None:
     """Have a default group of that backend: the one at hand, or a new one, made as a user makes it."""
-    if dist.get_backend() == backend:
+    if dist.get_backend() == backend and _made.get("port") == port:
         return
+    _made["port"] = port
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     store = dist.PrefixStore(key, dist.TCPStore("127.0.0.1", port, is_master=False))

@@ -280,16 +280,16 @@ def check_functional() -> None:
     assert served() == before + 4
 
 
-def check_compiled(backend: str) -> None:
+def check_compiled(compiler: str) -> None:
     device = take_gpu()
     torch._dynamo.reset()
     before = served()
     leaf = sent().to(device).requires_grad_()
-    result = torch.compile(functional_step, backend=backend, fullgraph=True)(leaf)
+    result = torch.compile(functional_step, backend=compiler, fullgraph=True)(leaf)
     same(result.detach().cpu(), received() * 2 + 1)
     result.sum().backward()
     same(leaf.grad.cpu(), torch.full_like(sent(), 2.0))
-    compiled = torch.compile(imperative_step, backend=backend, fullgraph=True)
+    compiled = torch.compile(imperative_step, backend=compiler, fullgraph=True)
     same(compiled(torch.empty_like(leaf), leaf.detach()).cpu(), received() * 2 + 1)
     assert served() == before + 3
 
@@ -298,11 +298,11 @@ def test_functional_collectives_and_their_gradient(two: A2AWorld) -> None:
     two.run(check_functional)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_with_fullgraph(two: A2AWorld, backend: str) -> None:
-    if backend == "inductor" and importlib.util.find_spec("triton") is None:
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_with_fullgraph(two: A2AWorld, compiler: str) -> None:
+    if compiler == "inductor" and importlib.util.find_spec("triton") is None:
         pytest.skip("inductor needs triton for GPUs")
-    two.run(check_compiled, backend=backend, deadline_s=180)
+    two.run(check_compiled, compiler=compiler, deadline_s=180)
 
 
 # ---------------------------------------------------------------------------------------------- what torch builds on it
