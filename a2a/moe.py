@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from a2a import moe_ops
 from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeSpec, Origins
@@ -80,7 +81,7 @@ class ExpertParallel:
         hidden: H, elements of a row; any whose row is a multiple of 16 bytes.
         max_tokens: the most tokens that a rank brings to a dispatch.
         dtype: of rows: bfloat16, float16 or float32. Sums are taken in float32 in any case.
-        device: must be the group's; None takes it.
+        device: where the tensors are; None: CUDA where the group's default backend is for CUDA alone, else the CPU.
         expert_alignment: each expert's block of rows is padded with zero rows to a multiple of this; an empty one is not.
         max_rows: None: the tensors have as many rows as came, and the host waits for their number. N: they have N rows,
             padding included, whatever came; what lies past the end is unspecified.
@@ -91,7 +92,7 @@ class ExpertParallel:
         layout: "expert": one row for each (token, expert), ordered by expert. "compact": each distinct token once.
         expert_to_rank: E ranks, instead of contiguous blocks. A rank's experts are ordered by id.
         wire_combine: "float32" carries the ranks' partial sums unrounded.
-        num_sms: on a GPU, the most SMs that may be used; without meaning on a CPU.
+        num_sms: on a GPU, the most SMs that may be used, at least 2; without meaning on a CPU.
         comm: a Communicator to use instead of the group's own. Instances on one communicator share its staging and
             follow one another; for concurrent streams use two.
     Raises:
@@ -124,7 +125,7 @@ class ExpertParallel:
         comm: Communicator | None = None,
     ) -> None:
         if comm is None:
-            comm = group if isinstance(group, Communicator) else implicit(group)
+            comm = group if isinstance(group, Communicator) else _communicator_of(group, device)
         comm.require_transport("ExpertParallel")
         if device is not None and torch.device(device).type != comm.device_type:
             raise ValueError(
@@ -373,6 +374,15 @@ class _Refusing:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, (ValueError, TypeError)):
             self._owner._exchange.refuse(self._op, f"{type(error).__name__}: {error}")
+
+
+def _communicator_of(group: Any, device: Any) -> Communicator:
+    if device is None:
+        world = dist.group.WORLD if group is None else group
+        kinds = {kind.type for kind in getattr(world, "_device_types", [])}
+        device = "cuda" if kinds == {"cuda"} else "cpu"
+    chosen = torch.device(device)
+    return implicit(group, "ExpertParallel", chosen.type, chosen)
 
 
 def _origins(routing: Routing) -> Origins:

@@ -41,7 +41,9 @@ class A2AWorld:
         return self._world.run(check, expect_dead=expect_dead, **kwargs)
 
 
-_made: dict[str, int] = {}  # on a rank: the port of the store that its default group hangs on, which goes with its A2AWorld
+_made: dict[
+    str, int
+] = {}  # on a rank: the port of the store that its default group hangs on, which goes with its A2AWorld
 
 
 def enter_world(backend: str, port: int, key: str) -> None:

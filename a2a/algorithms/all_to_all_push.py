@@ -137,6 +137,11 @@ class AllToAllPush(AllToAll):
     def _launcher(self, comm: Communicator) -> _Launcher:
         launcher = self._launchers.get(comm)
         if launcher is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "all_to_all: the first call on a communicator loads its kernels, which a CUDA graph can't capture; make "
+                    "one call before the capture, on all ranks"
+                )
             launcher = self._launchers[comm] = _Launcher(comm)
         return launcher
 
