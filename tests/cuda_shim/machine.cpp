@@ -443,6 +443,8 @@ Device::~Device() {
   }
 }
 
+Fiber* Device::host() const { return state->host; }
+
 void Device::synchronize() {
   DeviceState& d = *state;
   auto idle = [&] {

@@ -44,6 +44,7 @@ struct Shape {
 class World;
 struct DeviceState;
 struct Event;
+struct Fiber;
 
 constexpr std::uint32_t kStreams = 3;
 
@@ -60,6 +61,7 @@ class Device {
   void enqueue(const Shape& shape, std::function<void()> kernel);
   std::shared_ptr<Event> record(std::uint32_t stream);
   void wait(std::uint32_t stream, std::shared_ptr<Event> event);
+  Fiber* host() const;
   void synchronize();  // all streams are through, and the host sees what they did
 
   World& world;
@@ -81,7 +83,7 @@ class World {
   void finish();                                          // in two parts
   Device& device(std::uint32_t rank) { return *devices_[rank]; }
 
-  static constexpr std::size_t kWindow = 8 << 20, kMemory = 4 << 20;  // zero at first
+  static constexpr std::size_t kWindow = 8 << 20, kMemory = 16 << 20;  // zero at first
   const std::uint64_t seed;
   const std::uint32_t ranks;
   std::uint8_t* base;
