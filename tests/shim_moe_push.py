@@ -29,7 +29,11 @@ from shim_host import FakeCuda, FakeTorch, Machine, Rank
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SOURCES = ("moe_push_send", "moe_push_expand", "moe_push_sum")
 TEAM = 32
-SMALL = tuple(Replacement(f"{name}.cu", "kDeep = 8", "kDeep = 2") for name in SOURCES[:2])
+SMALL = (
+    *(Replacement(f"{name}.cu", "kDeep = 8", "kDeep = 2") for name in SOURCES[:2]),
+    Replacement("moe_push_sum.cu", "kDeep = 4", "kDeep = 1"),
+    Replacement("moe_push_sum.cu", "kThreads = 128", "kThreads = 64"),
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def set_up(layer: Layer) -> dict[str, int]:
     """Have a2a/algorithms/moe_push.py run on the machine, with this layer's cuts. Returns what its kernels are compiled with."""
     m: Any = moe_push
     m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), TEAM, layer.senders, (64, 128)
+    m._PIECE_BYTES, m._SUM_THREADS = 512, 64
     spec, world = layer.spec(), layer.world_size
     m._CHUNK_BYTES = max(1, spec.max_tokens * spec.row_bytes // layer.chunks)
     cut = _GEOMETRY_OF(spec, world)
@@ -255,7 +260,7 @@ class Calls:
         self.rank, self.layer = rank, layer
         self.exchange = moe_push.PushExchange(rank, layer.spec())  # type: ignore[arg-type]
         rank.whole_blocks = frozenset(
-            call.function for name, (call, _) in self.exchange._calls.items() if name.startswith("send")
+            call.function for name, (call, _) in self.exchange._calls.items() if name.startswith(("send", "sum", "finish"))
         )
 
     def round(self, made: Round) -> dict[str, Tensor]:

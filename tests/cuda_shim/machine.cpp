@@ -50,7 +50,8 @@ struct DeviceState {
 
 namespace {
 
-constexpr std::size_t kBlockMemory = 64 << 10, kMostBlocks = 256;
+constexpr std::size_t kBlockMemory = 128 << 10, kMostBlocks = 256;
+constexpr std::uint8_t kUndefined = 0xa5;
 
 const char* scenario = "?";
 std::uint64_t scenario_seed = 0;
@@ -92,6 +93,10 @@ void allow_next(Fiber& f) {
 void end_launch(Launch* launch) {
   Stream& s = *launch->stream;
   for (Block* b : launch->blocks) {
+    for (std::size_t at = launch->shape.shared_bytes; at < kBlockMemory / 2; at++)
+      if (b->shared[at] != kUndefined)
+        wrong(kMisuse, "block %u of launch %llu wrote byte %zu of its %zu of dynamic shared memory", b->index.x,
+              (unsigned long long)launch->number, at, launch->shape.shared_bytes);
     s.ended.blocks.push_back(b);
     s.ended.fibers.insert(s.ended.fibers.end(), b->fibers.begin(), b->fibers.end());
     b->launch = nullptr;
@@ -175,7 +180,7 @@ Block* new_block(DeviceState& d, std::vector<Block*>& spare) {
   b->fibers.clear();
   b->variables.clear();
   b->allowed = 0;
-  std::memset(b->shared, 0xa5, kBlockMemory);  // undefined, but not what the block before left
+  std::memset(b->shared, kUndefined, kBlockMemory);  // not what the block before left
   return b;
 }
 
@@ -203,7 +208,7 @@ void start(Stream& s, const std::shared_ptr<Launch>& launch) {
     Block* b = new_block(*s.device, s.spare.blocks);
     b->launch = launch.get();
     b->index = {i % g.x, i / g.x % g.y, i / g.x / g.y};
-    b->shared_used = shape.shared_bytes;
+    b->shared_used = kBlockMemory / 2;
     launch->blocks.push_back(b);
     b->running = n.x * n.y * n.z;
     for (std::uint32_t t = 0; t < b->running; t++) {
@@ -396,6 +401,11 @@ void bulk_copy(void* to, const void* from, std::uint32_t bytes, std::uint64_t* b
     engine->block = self->task.block;
   }
   copy_for(self->task, self->reader, self->writer, to, from, bytes, barrier);
+}
+
+void bulk_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+  pause(4);
+  expect_for(self->task, barrier, bytes);
 }
 
 void bulk_commit() {

@@ -55,7 +55,9 @@ std::uint64_t load(const std::uint64_t* word, shim::Order order) {
 extern "C" {
 
 std::uint8_t* shim_begin(const char* name, std::uint64_t seed, std::uint32_t count) {
-  shim::announce(name, seed);
+  static std::string kept;
+  kept = name;
+  shim::announce(kept.c_str(), seed);
   world = new World(seed, count);
   ranks.clear();
   ranks.resize(count);
