@@ -58,8 +58,13 @@ class Layer:
     summers: int = 3
     chunks: int = 1
     ring: int | None = None  # tokens of a range that a ring holds; None: all
+    planned_apart: bool = False  # also requests that are small enough for each range to plan alone
     scale: float = 1.0
     rounds: int = 3
+
+    def replacements(self) -> tuple[Replacement, ...]:
+        apart = Replacement("moe_push_send.cu", "kTopK <= 16 * kTeam", "kTopK < kTeam / 4")
+        return (*SMALL, apart) if self.planned_apart else SMALL
 
     def spec(self) -> MoeSpec:
         owned = reference.experts_of_ranks(reference.Layer(self.world_size, self.num_experts, self.dtype))
@@ -230,12 +235,14 @@ def dispatched(layer: Layer, tokens: list[Tokens], got: Dispatched, compact: ref
 
 def _expect_calls(layer: Layer, made: Round, received: list[Dispatched], compact: list[reference.Compact] | None) -> None:
     of = layer.reference()
-    ys = reference.combine(of, made.tokens, received, made.out_rows, made.weighted)
-    backward = reference.combine_backward(of, received, made.out_rows, made.grads_y, made.variant != "plain")
+    outs, grads = ([rows[:n] for rows, n in zip(of_ranks, made.lengths, strict=True)] for of_ranks in (made.out_rows, made.grads_rows))
+    ys = reference.combine(of, made.tokens, received, outs, made.weighted)
+    backward = reference.combine_backward(of, received, outs, made.grads_y, made.variant != "plain")
     if compact:
-        grads_x = reference.compact_backward(of, made.tokens, compact, made.grads_rows)
+        grads = [rows[: len(c.rows)] for rows, c in zip(made.grads_rows, compact, strict=True)]
+        grads_x = reference.compact_backward(of, made.tokens, compact, grads)
     else:
-        grads_x = reference.dispatch_backward(of, made.tokens, received, made.grads_rows)
+        grads_x = reference.dispatch_backward(of, made.tokens, received, grads)
     with_weights = [Tokens(t.x_TH, t.topk_ids_TK, torch.zeros(t.topk_ids_TK.shape)) for t in made.tokens]
     grads_weights = reference.weights_backward(with_weights, received, made.grads_weights)
     for rank, expected in enumerate(made.expected):
@@ -322,18 +329,38 @@ def exchanges(layer: Layer, path: Path, seed: int) -> None:
 
 LAYERS = {
     "one_chunk": Layer(),
-    "chunks": Layer(world_size=3, chunks=4, max_tokens=30),
+    "chunks": Layer(world_size=3, chunks=4, max_tokens=30, planned_apart=True),
+    "one_rank": Layer(world_size=1, chunks=3, max_tokens=20, alignment=4),
+    "eight_ranks": Layer(world_size=8, max_tokens=9, num_experts=17, top_k=4, hidden=16, summers=1, rounds=2),
+    "short_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=40, num_experts=4, top_k=2, hidden=24),
+    "ring_of_a_chunk": Layer(world_size=2, chunks=6, ring=5, max_tokens=48, hidden=16, max_rows=400, alignment=8),
+    "ranges": Layer(world_size=2, senders=2, chunks=3, max_tokens=50, planned_apart=True, max_rows=200, overflow="drop"),
+    "many_ranges": Layer(world_size=2, senders=16, max_tokens=60, hidden=16, top_k=2, rounds=2, planned_apart=True),
+    "pieces": Layer(world_size=3, hidden=520, max_tokens=7, max_rows=80, dtype=F16),
+    "wide": Layer(world_size=3, hidden=264, max_tokens=9, wire_combine="float32", max_rows=25, overflow="drop", chunks=3),
+    "float32": Layer(world_size=2, hidden=260, max_tokens=12, dtype=F32, scattered=True, chunks=2),
+    "compact": Layer(world_size=3, layout="compact", max_tokens=20, alignment=4, planned_apart=True),
+    "compact_rows": Layer(world_size=2, layout="compact", max_rows=60, overflow="drop", chunks=3, num_experts=12),
+    "top_1": Layer(world_size=3, top_k=1, num_experts=2, chunks=2, max_rows=100),
+    "top_32": Layer(world_size=3, top_k=32, num_experts=40, max_tokens=8, hidden=8, rounds=2),
+    "top_8": Layer(world_size=2, top_k=8, num_experts=3, max_tokens=20, hidden=72, chunks=7, planned_apart=True),
+    "one_expert": Layer(world_size=3, num_experts=1, top_k=2, chunks=2, alignment=16),
+    "fp8": Layer(world_size=2, wire="fp8", hidden=264, max_tokens=10, max_rows=200),
+    "fp8_rows": Layer(world_size=3, wire="fp8", rows="wire", hidden=136, max_tokens=10, alignment=4, dtype=F16, scale=100.0),
+    "mxfp8": Layer(world_size=3, wire="mxfp8", hidden=72, max_tokens=20, chunks=3, dtype=F16, scale=0.01),
+    "mxfp8_rows": Layer(world_size=2, wire="mxfp8", rows="wire", layout="compact", hidden=264, dtype=F32, max_tokens=12),
 }
 
 
 def main(name: str, first: int, count: int) -> None:
     layer = LAYERS[name]
     defines = set_up(layer)
-    with tempfile.TemporaryDirectory() as folder:
-        path = library(Path(folder), SOURCES, defines, SMALL)
-        for seed in range(first, first + count):
-            exchanges(layer, path, seed)
-            print(name, seed, flush=True)
+    folder = Path(tempfile.gettempdir()) / "shim"
+    folder.mkdir(exist_ok=True)
+    path = library(folder, SOURCES, defines, layer.replacements())
+    for seed in range(first, first + count):
+        exchanges(layer, path, seed)
+    print(name, flush=True)
 
 
 if __name__ == "__main__":
