@@ -70,6 +70,7 @@ class Machine:
 
     def __init__(self, library: Path, name: str, seed: int, world_size: int) -> None:
         self.library = ctypes.CDLL(str(library))
+        self._say_where(library)
         for function, (result, arguments) in _SIGNATURES.items():
             getattr(self.library, function).restype = result
             getattr(self.library, function).argtypes = arguments
@@ -79,6 +80,13 @@ class Machine:
         self.calls = (1 << 32) - self.random.randint(1, 12)  # so far: their number wraps around
         self.most_threads = 32 * self.random.randint(1, 2 if world_size < 5 else 1)
         self.ranks = [Rank(self, rank, world_size) for rank in range(world_size)]
+
+    @staticmethod
+    def _say_where(library: Path) -> None:
+        """For reports, whose addresses are the low half of an address in memory."""
+        maps = Path("/proc/self/maps").read_text()
+        start = next(line.split("-")[0] for line in maps.split("\n") if line.endswith(str(library)))
+        print(f"LIBRARY {library} {start}", flush=True)
 
     def run(self, program: Callable[[Rank], None]) -> None:
         """The program on every rank. Raises what the first rank raised."""
