@@ -443,6 +443,7 @@ Device::~Device() {
     if (!f) return;
     f->task = f->reader = f->writer = Task{};
     f->waits = nullptr;
+    f->body = nullptr;
     spare_fibers.push_back(f);
   };
   spare(state->host);
