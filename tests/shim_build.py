@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ SOURCES = ROOT / "csrc"
 SHIM = ROOT / "tests" / "cuda_shim"
 
 _FLAGS = ["-std=c++17", "-g1", "-Wall", "-fno-pie", "-ffp-contract=off"]
-_RUNTIME = [*_FLAGS, "-O3"]  # the machine: not watched
+_RUNTIME = [*_FLAGS, "-O3", "-fPIC"]  # the machine: not watched
 _KERNEL = [
     *_FLAGS,
     "-O1",
@@ -118,7 +120,7 @@ class ShimBuild:
 
     def _build(self, kernel: Kernel, world: int, mutations: tuple[Replacement, ...]) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=f"{kernel.name}-", dir=self._folder))
-        self._write_sources(folder, (*kernel.small, *mutations))
+        _write_sources(folder, (*kernel.small, *mutations))
         target = folder / kernel.name
         options = [f"-D{k}={v}" for k, v in {**kernel.defines, "WORLD": world}.items()]
         source = SHIM / f"{kernel.name}.cpp"
@@ -127,15 +129,6 @@ class ShimBuild:
         _command(["g++", "-no-pie", f"{target}.o", *objects, "-o", str(target)])
         return target
 
-    def _write_sources(self, folder: Path, replacements: tuple[Replacement, ...]) -> None:
-        """The folders `cuda` and `common`, with ptx.cuh's twin and with the replacements."""
-        shutil.copytree(SOURCES / "common", folder / "common")
-        (folder / "cuda").mkdir()
-        texts = {p.name: p.read_text() for p in (*(SOURCES / "cuda").iterdir(), *SHIM.glob("*.cu"), SHIM / "ptx.cuh")}
-        for replacement in replacements:
-            texts[replacement.file] = replacement.apply(texts[replacement.file])
-        for name, text in texts.items():
-            (folder / "cuda" / name).write_text(shared_variables(text, name))
 
 
 def run(
@@ -170,6 +163,63 @@ def _line_of(executable: Path, pc: int) -> str:
 def _command(arguments: list[str]) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, check=False)
     assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stderr}"
+
+
+def _write_sources(folder: Path, replacements: Sequence[Replacement]) -> None:
+    """The folders `cuda` and `common`, with ptx.cuh's twin and with the replacements."""
+    shutil.copytree(SOURCES / "common", folder / "common")
+    (folder / "cuda").mkdir()
+    texts = {p.name: p.read_text() for p in (*(SOURCES / "cuda").iterdir(), *SHIM.glob("*.cu"), SHIM / "ptx.cuh")}
+    for replacement in replacements:
+        texts[replacement.file] = replacement.apply(texts[replacement.file])
+    for name, text in texts.items():
+        (folder / "cuda" / name).write_text(shared_variables(text, name))
+
+
+def library(
+    folder: Path, names: Sequence[str], defines: Mapping[str, int], replacements: Sequence[Replacement] = ()
+) -> Path:
+    """Kernels and the machine in one shared library, for a program that is every rank's host (shim_host.py).
+
+    `run_KERNEL(params)` in it is a thread of that kernel. Parts that several libraries share are compiled once a folder.
+    """
+    sources = Path(tempfile.mkdtemp(prefix="sources-", dir=folder))
+    _write_sources(sources, replacements)
+    objects = [_object(folder, SHIM / f"{name}.cpp", _RUNTIME) for name in ("fibers", "machine", "races", "remote")]
+    options = [*_KERNEL, "-fPIC", "-x", "c++", *(f"-D{k}={v}" for k, v in sorted(defines.items()))]
+    for name in (*names, "remote"):
+        source = sources / "cuda" / f"{name}.cu"
+        source.write_text(_with_entries(source.read_text()))
+        objects.append(_object(folder, source, options, sources))
+    target = sources / "kernels.so"
+    _command(["g++", "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(target)])
+    return target
+
+
+def _with_entries(text: str) -> str:
+    """With a function run_KERNEL(params) before each kernel of one structure of parameters."""
+    pattern = r'extern "C" __global__ [^;{]*?(\w+)\(const __grid_constant__ ([\w:]+) a\) \{'
+    entry = (
+        r'extern "C" void \1(\2 a); extern "C" void run_\1(const void* p) { \1(*static_cast<const \2*>(p)); } \g<0>'
+    )
+    return re.sub(pattern, entry, text)
+
+
+def _object(folder: Path, source: Path, options: Sequence[str], headers: Path | None = None) -> Path:
+    """The compiled source, from the folder if it is there. Any number of processes may ask for it at once."""
+    include = [f"-I{SHIM}"] if headers is None else [f"-I{headers}", f"-I{headers / 'cuda'}", f"-I{SHIM}"]
+    texts = [p.read_text() for p in sorted(SHIM.glob("*.h"))] if headers is None else [
+        p.read_text() for p in sorted(headers.glob("*/*.*h"))
+    ]
+    key = hashlib.sha256(repr((source.read_text(), texts, list(options))).encode()).hexdigest()[:16]
+    target = folder / f"{source.stem}-{key}.o"
+    with (folder / f"{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            temporary = target.with_suffix(".tmp")
+            _command(["g++", *options, *include, "-c", str(source), "-o", str(temporary)])
+            temporary.rename(target)
+    return target
 
 
 @pytest.fixture(scope="session")

@@ -406,6 +406,8 @@ class PushExchange(MoeExchange):
             torch.empty(n, dtype=torch.int32, device=device) for n in (self._local, self._local, 1)
         )
         exact = spec.max_rows is None
+        # What rows are gathered by: zero past the end, too. Made before the fork, whose other streams write it.
+        index = torch.zeros(spec.max_rows or 0 if spec.layout == "compact" else 0, dtype=torch.int32, device=device)
         if exact and torch.cuda.is_current_stream_capturing():
             self._comm.check_open("dispatch")
             raise RuntimeError(
@@ -423,7 +425,9 @@ class PushExchange(MoeExchange):
         key = ("dispatch", suffix)
         self._run("dispatch", (*key, 0), lambda: self._spread(f"send{suffix}", f"expand{suffix}", True)[0])
         height, capacity = self._heights(ticket)
-        out = self._outputs(height, capacity, offsets, counts, overflow, ids, plan)
+        if exact and spec.layout == "compact":
+            index = torch.empty(capacity, dtype=torch.int32, device=device)
+        out = self._outputs(height, capacity, offsets, counts, overflow, ids, plan, index)
         self._set(m, f"expand{suffix}", rows=out.rows.data_ptr(), scales=out.scales.data_ptr(),
                   weights=out.row_weights_R.data_ptr(), rank=out.row_rank_R.data_ptr(), token=out.row_token_R.data_ptr(),
                   k=out.row_k_R.data_ptr(), index=out.row_index_R.data_ptr(), x=x_TH.data_ptr(),
@@ -452,7 +456,7 @@ class PushExchange(MoeExchange):
         return (distinct if spec.layout == "compact" else padded), padded
 
     def _outputs(self, height: int, capacity: int, offsets: torch.Tensor, counts: torch.Tensor, overflow: torch.Tensor,
-                 ids: torch.Tensor, plan: torch.Tensor) -> Dispatched:  # fmt: skip
+                 ids: torch.Tensor, plan: torch.Tensor, index: torch.Tensor) -> Dispatched:  # fmt: skip
         spec, device = self._spec, self._comm.device
         if spec.rows == "wire":
             assert spec.wire is not None
@@ -462,8 +466,6 @@ class PushExchange(MoeExchange):
             rows = torch.empty(height, spec.hidden, dtype=spec.dtype, device=device)
             scales = torch.empty(0, device=device)
         rank, token, k = (torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(3))
-        # Zero past the end, too: it is what rows are gathered by.
-        index = torch.zeros(capacity if spec.layout == "compact" else 0, dtype=torch.int32, device=device)
         weights = torch.empty(capacity, device=device)
         return Dispatched(rows, scales, counts, offsets, weights, rank, token, k, index, overflow, ids, plan)
 

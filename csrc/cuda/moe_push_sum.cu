@@ -289,6 +289,7 @@ struct Summer {
              !has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[p]), mark(epoch, c - depth + 1)) &&
              wait.again(p)) {
       }
+    __syncwarp();  // what one lane has acquired holds for all: a vote orders no memory
     return !__any_sync(kFull, wait.broken);
   }
 

@@ -227,7 +227,7 @@ std::string where(const Fiber& f) {
   if (&f == &outside) return "the test";
   const std::uint32_t rank = f.block->rank;
   if (!f.block->launch)
-    std::snprintf(text, sizeof text, "rank %u's host", rank);
+    std::snprintf(text, sizeof text, f.body ? "rank %u's host" : "rank %u's thread of a launch that is over", rank);
   else
     std::snprintf(text, sizeof text, "rank %u block %u thread %u (launch %llu)", rank, f.block->index.x, f.number,
                   (unsigned long long)f.block->launch->number);

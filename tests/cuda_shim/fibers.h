@@ -14,6 +14,7 @@ namespace shim {
 
 struct Block;
 struct Launch;
+struct Stream;
 
 struct Fiber {
   Task task, reader, writer;  // what it does, and what the copy engine does for it
@@ -64,10 +65,14 @@ struct Block {
 struct Launch {
   Shape shape;
   std::function<void()> body;
+  Clock host;  // what the host had seen
   std::vector<Block*> blocks;
   std::uint32_t running = 0, allowing = 0;  // blocks
   std::uint64_t number = 0;
-  bool before_is_seen = false;
+  bool over = false;
+  Clock end;                       // what it did
+  Stream* stream = nullptr;
+  std::shared_ptr<Launch> before;  // that a programmatic one can wait for
 };
 
 extern Fiber* self;    // that runs

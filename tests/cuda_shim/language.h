@@ -23,9 +23,14 @@ void barrier(std::uint32_t number, std::uint32_t threads);  // orders memory
 std::uint32_t votes_at_barrier(bool vote);                  // of all threads of the block
 void* shared_memory(const void* variable, std::size_t bytes, std::size_t align);
 void* dynamic_shared_memory();
+struct BulkBarrier {
+  std::int32_t awaited;  // bytes
+  std::uint16_t expects, phases;  // whether somebody has said how many; phases that are over
+};
 // A copy by the copy engine, which is none of the thread's own accesses. With a barrier: a load, over when the barrier says so.
 // Without: a store; what the thread has committed is over, or its sources have been read, when it has waited for that.
 void bulk_copy(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier);
+void bulk_expect(std::uint64_t* barrier, std::uint32_t bytes);
 void bulk_commit();
 void bulk_wait(bool arrived);
 void wait_for_launch_before();  // griddepcontrol.wait

@@ -5,26 +5,53 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <deque>
 
 #include "fibers.h"
 
 namespace shim {
 
+struct Event {
+  bool over = false;
+  Clock clock;
+};
+
+// Threads and blocks of launches that are over.
+struct Spare {
+  std::vector<Fiber*> fibers;
+  std::vector<Block*> blocks;
+};
+
+struct Work {  // one of these
+  std::shared_ptr<Launch> launch;
+  std::shared_ptr<Event> record, wait;
+};
+
+struct Stream {
+  DeviceState* device = nullptr;
+  Fiber* fiber = nullptr;  // that starts what comes next
+  Block block;
+  std::deque<Work> queue;
+  std::vector<std::shared_ptr<Launch>> running;
+  std::shared_ptr<Launch> last;  // the work before, if that was a launch
+  Clock after;                   // what is over
+  Clock base;                    // what was, when the last launch started that came after all before it
+  Spare spare, ended;            // before that, and since
+};
+
 struct DeviceState {
   Device* device;
   Fiber* host = nullptr;
   Block host_block;
-  std::vector<std::unique_ptr<Launch>> launches;  // that are not over
+  Stream streams[kStreams];
   std::uint64_t launched = 0;
-  Clock after;                // what launches that are over did
-  std::vector<Fiber*> spare;  // of launches that are over: later ones follow upon these
-  std::vector<Block*> spare_blocks;
   bool host_waits = false;
 };
 
 namespace {
 
-constexpr std::size_t kBlockMemory = 64 << 10, kMostBlocks = 256;
+constexpr std::size_t kBlockMemory = 128 << 10, kMostBlocks = 256;
+constexpr std::uint8_t kUndefined = 0xa5;
 
 const char* scenario = "?";
 std::uint64_t scenario_seed = 0;
@@ -33,6 +60,10 @@ std::uint8_t *watched = nullptr, *shared_memories = nullptr;
 std::vector<Fiber*> all_fibers, spare_fibers;  // stacks are used again by later worlds
 std::vector<Block*> all_blocks;
 World* world = nullptr;
+
+void look_again(Stream& s) {
+  if (s.fiber && s.fiber->waits && std::strcmp(s.fiber->waits, "work") == 0) make_ready(s.fiber);
+}
 
 // Each has seen what all of them have.
 void meet(const std::vector<Fiber*>& fibers) {
@@ -54,26 +85,31 @@ void allow_next(Fiber& f) {
   Block& b = *f.block;
   Launch& launch = *b.launch;
   if (++b.allowed != b.fibers.size() || ++launch.allowing != launch.blocks.size()) return;
-  DeviceState& d = *b.device;
-  if (d.host_waits) make_ready(d.host);
-  d.host_waits = false;
+  look_again(*launch.stream);
 }
 
 // ---- a fiber's life
 
-void end_launch(DeviceState& d, Launch* launch) {
+void end_launch(Launch* launch) {
+  Stream& s = *launch->stream;
   for (Block* b : launch->blocks) {
-    d.spare_blocks.push_back(b);
-    d.spare.insert(d.spare.end(), b->fibers.begin(), b->fibers.end());
+    for (std::size_t at = launch->shape.shared_bytes; at < kBlockMemory / 2; at++)
+      if (b->shared[at] != kUndefined)
+        wrong(kMisuse, "block %u of launch %llu wrote byte %zu of its %zu of dynamic shared memory", b->index.x,
+              (unsigned long long)launch->number, at, launch->shape.shared_bytes);
+    s.ended.blocks.push_back(b);
+    s.ended.fibers.insert(s.ended.fibers.end(), b->fibers.begin(), b->fibers.end());
     b->launch = nullptr;
   }
-  d.launches.erase(std::find_if(d.launches.begin(), d.launches.end(), [&](auto& l) { return l.get() == launch; }));
-  for (auto& l : d.launches)
+  launch->over = true;
+  launch->before.reset();
+  s.after.join(launch->end);
+  s.running.erase(std::find_if(s.running.begin(), s.running.end(), [&](auto& l) { return l.get() == launch; }));
+  for (auto& l : s.running)
     for (Block* b : l->blocks)
       for (Fiber* f : b->fibers)
         if (f->waits && std::strcmp(f->waits, "the launch before") == 0) make_ready(f);
-  if (d.host_waits) make_ready(d.host);
-  d.host_waits = false;
+  look_again(s);
 }
 
 [[noreturn]] void run_body() {
@@ -82,12 +118,11 @@ void end_launch(DeviceState& d, Launch* launch) {
   (b.launch ? b.launch->body : f.body)();
   deliver(f.task);
   if (b.launch) {
-    DeviceState& d = *b.device;
-    d.after.join(f.task.clock);
+    b.launch->end.join(f.task.clock);
     f.task.clock.tick(f.task.id);
     allow_next(f);  // who ends allows it, too
-    if (--b.running == 0 && --b.launch->running == 0) end_launch(d, b.launch);
-  } else if (--hosts_left == 0) {
+    if (--b.running == 0 && --b.launch->running == 0) end_launch(b.launch);
+  } else if (--hosts_left == 0 && outside.waits) {
     make_ready(&outside);
   }
   end_fiber();
@@ -129,11 +164,11 @@ void start_fiber(Fiber* f, Block* b, std::uint32_t number) {
   make_ready(f);
 }
 
-Block* new_block(DeviceState& d) {
+Block* new_block(DeviceState& d, std::vector<Block*>& spare) {
   Block* b;
-  if (!d.spare_blocks.empty()) {
-    b = d.spare_blocks.back();
-    d.spare_blocks.pop_back();
+  if (!spare.empty()) {
+    b = spare.back();
+    spare.pop_back();
   } else {
     b = new Block;
     all_blocks.push_back(b);
@@ -145,8 +180,97 @@ Block* new_block(DeviceState& d) {
   b->fibers.clear();
   b->variables.clear();
   b->allowed = 0;
-  std::memset(b->shared, 0xa5, kBlockMemory);  // undefined, but not what the block before left
+  std::memset(b->shared, kUndefined, kBlockMemory);  // not what the block before left
   return b;
+}
+
+// ---- streams
+
+template <class T>
+void move_all(std::vector<T>& from, std::vector<T>& to) {
+  to.insert(to.end(), from.begin(), from.end());
+  from.clear();
+}
+
+void start(Stream& s, const std::shared_ptr<Launch>& launch) {
+  const Shape& shape = launch->shape;
+  auto begun = std::make_shared<Clock>(launch->host);
+  if (shape.programmatic && s.last) {
+    launch->before = s.last;
+  } else {
+    s.base = s.after;
+    move_all(s.ended.fibers, s.spare.fibers);
+    move_all(s.ended.blocks, s.spare.blocks);
+  }
+  begun->join(s.base);
+  const Dim g = shape.grid, n = shape.block;
+  for (std::uint32_t i = 0; i < g.x * g.y * g.z; i++) {
+    Block* b = new_block(*s.device, s.spare.blocks);
+    b->launch = launch.get();
+    b->index = {i % g.x, i / g.x % g.y, i / g.x / g.y};
+    b->shared_used = kBlockMemory / 2;
+    launch->blocks.push_back(b);
+    b->running = n.x * n.y * n.z;
+    for (std::uint32_t t = 0; t < b->running; t++) {
+      Fiber* f = new_fiber(s.spare.fibers);
+      f->index = {t % n.x, t / n.x % n.y, t / n.x / n.y};
+      f->task.clock.join(*begun);
+      f->task.begun = begun;
+      start_fiber(f, b, t);
+    }
+  }
+  launch->running = std::uint32_t(launch->blocks.size());
+  s.running.push_back(launch);
+  note_change();
+}
+
+// Whether the first of the queue has been done.
+bool take(Stream& s) {
+  const Work work = s.queue.front();
+  const bool early = work.launch && work.launch->shape.programmatic && s.last &&
+                     (s.last->over || s.last->allowing == s.last->blocks.size());
+  if (!s.running.empty() && !early) return false;
+  if (work.wait) {
+    if (!work.wait->over) return false;
+    s.after.join(work.wait->clock);
+  } else if (work.record) {
+    work.record->over = true;
+    work.record->clock = s.after;
+    for (Stream& other : s.device->streams) look_again(other);
+  } else {
+    start(s, work.launch);
+  }
+  s.last = work.launch;
+  s.queue.pop_front();
+  return true;
+}
+
+void serve(Stream& s) {
+  for (;;) {
+    while (!s.queue.empty() && take(s)) pause(1);
+    DeviceState& d = *s.device;
+    if (d.host_waits) make_ready(d.host);
+    d.host_waits = false;
+    wait_for("work");
+  }
+}
+
+void enqueue_work(DeviceState& d, std::uint32_t stream, Work work) {
+  pause(1);
+  Stream& s = d.streams[stream];
+  if (work.launch) {
+    work.launch->stream = &s;
+    work.launch->host = d.host->task.clock;
+    d.host->task.clock.tick(d.host->task.id);
+  }
+  s.queue.push_back(std::move(work));
+  if (s.fiber) return look_again(s);
+  std::vector<Fiber*> none;
+  s.device = &d;
+  s.block.rank = d.device->rank;
+  s.fiber = new_fiber(none);
+  s.fiber->body = [&s] { serve(s); };
+  start_fiber(s.fiber, &s.block, 0);
 }
 
 std::string memory_name(const void* p) {
@@ -279,6 +403,11 @@ void bulk_copy(void* to, const void* from, std::uint32_t bytes, std::uint64_t* b
   copy_for(self->task, self->reader, self->writer, to, from, bytes, barrier);
 }
 
+void bulk_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+  pause(4);
+  expect_for(self->task, barrier, bytes);
+}
+
 void bulk_commit() {
   self->read = self->reader.clock;
   self->written = self->writer.clock;
@@ -292,9 +421,10 @@ void bulk_wait(bool arrived) {
 void let_next_launch_start() { allow_next(*self); }
 
 void wait_for_launch_before() {
-  DeviceState& d = *self->block->device;
-  while (d.launches.front().get() != self->block->launch) wait_for("the launch before");
-  self->task.clock.join(d.after);
+  const std::shared_ptr<Launch> before = self->block->launch->before;
+  if (!before) return;  // it has started after it
+  while (!before->over) wait_for("the launch before");
+  self->task.clock.join(before->end);
 }
 
 // ---- devices
@@ -309,61 +439,54 @@ Device::Device(World& w, std::uint32_t r)
 }
 
 Device::~Device() {
-  if (state->host) state->spare.push_back(state->host);
-  for (Fiber* f : state->spare) {
+  auto spare = [](Fiber* f) {
+    if (!f) return;
     f->task = f->reader = f->writer = Task{};
+    f->waits = nullptr;
+    f->body = nullptr;
     spare_fibers.push_back(f);
+  };
+  spare(state->host);
+  for (Stream& s : state->streams) {
+    spare(s.fiber);
+    for (Spare* all : {&s.spare, &s.ended})
+      for (Fiber* f : all->fibers) spare(f);
   }
 }
+
+Fiber* Device::host() const { return state->host; }
 
 void Device::synchronize() {
   DeviceState& d = *state;
-  while (!d.launches.empty()) {
+  auto idle = [&] {
+    for (const Stream& s : d.streams)
+      if (!s.queue.empty() || !s.running.empty()) return false;
+    return true;
+  };
+  while (!idle()) {
     d.host_waits = true;
-    wait_for("its launches");
+    wait_for("its streams");
   }
-  d.host->task.clock.join(d.after);
+  for (const Stream& s : d.streams) d.host->task.clock.join(s.after);
 }
 
-void Device::start(const Shape& shape, std::function<void()> body) {
-  DeviceState& d = *state;
-  auto may_start = [&] {
-    if (d.launches.empty()) return true;
-    const Launch& last = *d.launches.back();
-    return shape.programmatic && d.launches.size() == 1 && last.allowing == last.blocks.size();
-  };
-  pause(1);
-  while (!may_start()) {
-    d.host_waits = true;
-    wait_for("the launch before");
-  }
-  d.launches.emplace_back(new Launch);
-  Launch& launch = *d.launches.back();
-  launch.shape = shape;
-  launch.body = std::move(body);
-  launch.number = d.launched++;
-  auto begun = std::make_shared<Clock>(d.host->task.clock);
-  if (!shape.programmatic) begun->join(d.after);
-  d.host->task.clock.tick(d.host->task.id);
+void Device::enqueue(const Shape& shape, std::function<void()> kernel) {
   if (shape.shared_bytes > kBlockMemory / 2) wrong(kMisuse, "%zu bytes of dynamic shared memory", shape.shared_bytes);
-  const Dim g = shape.grid, n = shape.block;
-  for (std::uint32_t i = 0; i < g.x * g.y * g.z; i++) {
-    Block* b = new_block(d);
-    b->launch = &launch;
-    b->index = {i % g.x, i / g.x % g.y, i / g.x / g.y};
-    b->shared_used = shape.shared_bytes;
-    launch.blocks.push_back(b);
-    b->running = n.x * n.y * n.z;
-    for (std::uint32_t t = 0; t < b->running; t++) {
-      Fiber* f = new_fiber(d.spare);
-      f->index = {t % n.x, t / n.x % n.y, t / n.x / n.y};
-      f->task.clock.join(*begun);
-      f->task.begun = begun;
-      start_fiber(f, b, t);
-    }
-  }
-  launch.running = std::uint32_t(launch.blocks.size());
-  note_change();
+  auto launch = std::make_shared<Launch>();
+  launch->shape = shape;
+  launch->body = std::move(kernel);
+  launch->number = state->launched++;
+  enqueue_work(*state, shape.stream, {launch, nullptr, nullptr});
+}
+
+std::shared_ptr<Event> Device::record(std::uint32_t stream) {
+  auto event = std::make_shared<Event>();
+  enqueue_work(*state, stream, {nullptr, event, nullptr});
+  return event;
+}
+
+void Device::wait(std::uint32_t stream, std::shared_ptr<Event> event) {
+  enqueue_work(*state, stream, {nullptr, nullptr, std::move(event)});
 }
 
 World::World(std::uint64_t s, std::uint32_t n) : seed(s), ranks(n) {
@@ -397,19 +520,28 @@ World::~World() {
 }
 
 void World::run(const std::function<void(Device&)>& program) {
+  start(program);
+  finish();
+}
+
+void World::start(std::function<void(Device&)> program) {
   hosts_left = ranks;
+  program_ = std::move(program);
   std::vector<Fiber*> none;
   for (auto& device : devices_) {
     DeviceState& d = *device->state;
     if (!d.host) d.host = new_fiber(none);
     d.host_block.fibers.clear();
-    d.host->body = [&program, &device, &d] {
-      program(*device);
+    d.host->body = [this, &device] {
+      program_(*device);
       device->synchronize();
     };
     start_fiber(d.host, &d.host_block, 0);
   }
-  wait_for("the ranks");
+}
+
+void World::finish() {
+  while (hosts_left) wait_for("the ranks");
   for (auto& device : devices_)  // whoever runs next, comes after all of these
     for (auto& other : devices_) device->state->host->task.clock.join(other->state->host->task.clock);
 }

@@ -38,12 +38,17 @@ struct Shape {
   Dim grid, block;
   std::size_t shared_bytes = 0;
   bool programmatic = false;  // may start when every block of the launch before has allowed it
+  std::uint32_t stream = 0;
 };
 
 class World;
 struct DeviceState;
+struct Event;
+struct Fiber;
 
-// A rank: its host program launches kernels, which run one after the other, beside the program and all other ranks.
+constexpr std::uint32_t kStreams = 3;
+
+// A rank: its host program puts kernels on streams. Those of a stream run one after the other, beside all else.
 class Device {
  public:
   Device(World& world, std::uint32_t rank);
@@ -51,9 +56,13 @@ class Device {
 
   template <class... P, class... A>
   void launch(void (*kernel)(P...), const Shape& shape, const A&... parameters) {
-    start(shape, [kernel, parameters...] { kernel(parameters...); });
+    enqueue(shape, [kernel, parameters...] { kernel(parameters...); });
   }
-  void synchronize();  // all launches are over, and the host sees what they did
+  void enqueue(const Shape& shape, std::function<void()> kernel);
+  std::shared_ptr<Event> record(std::uint32_t stream);
+  void wait(std::uint32_t stream, std::shared_ptr<Event> event);
+  Fiber* host() const;
+  void synchronize();  // all streams are through, and the host sees what they did
 
   World& world;
   const std::uint32_t rank, ranks;
@@ -62,9 +71,6 @@ class Device {
   std::uint8_t* window;  // of symmetric memory: rank r's lies at World::base + r * World::window
   std::uint8_t* memory;  // that peers don't reach
   std::unique_ptr<DeviceState> state;
-
- private:
-  void start(const Shape& shape, std::function<void()> body);
 };
 
 class World {
@@ -73,15 +79,18 @@ class World {
   ~World();
   World(const World&) = delete;
   void run(const std::function<void(Device&)>& program);  // on every rank; until all are through
+  void start(std::function<void(Device&)> program);       // the same, but
+  void finish();                                          // in two parts
   Device& device(std::uint32_t rank) { return *devices_[rank]; }
 
-  static constexpr std::size_t kWindow = 8 << 20, kMemory = 4 << 20;  // zero at first
+  static constexpr std::size_t kWindow = 8 << 20, kMemory = 16 << 20;  // zero at first
   const std::uint64_t seed;
   const std::uint32_t ranks;
   std::uint8_t* base;
 
  private:
   std::vector<std::unique_ptr<Device>> devices_;
+  std::function<void(Device&)> program_;
 };
 
 struct Scenario {

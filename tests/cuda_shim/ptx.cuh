@@ -75,17 +75,25 @@ __device__ __forceinline__ std::uint64_t swap_if_zero_sys(std::uint64_t* p, std:
 __device__ __forceinline__ void launch_next() { shim::let_next_launch_start(); }
 __device__ __forceinline__ void await_previous() { shim::wait_for_launch_before(); }
 
-// A barrier of bulk loads counts the phases that are over: each load is one.
+__device__ __forceinline__ std::uint32_t add_acq_rel_block(std::uint32_t* p, std::uint32_t v) {
+  return shim::update(p, Order::kAcquireRelease, Scope::kBlock, [v](std::uint32_t was) { return was + v; });
+}
+
+// A barrier of bulk loads is a shim::BulkBarrier.
 __device__ __forceinline__ void bulk_barrier_init(std::uint64_t* barrier) { *barrier = 0; }
+
+__device__ __forceinline__ void bulk_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+  shim::bulk_expect(barrier, bytes);
+}
 
 __device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
   shim::bulk_copy(to, from, bytes, barrier);
 }
 
 __device__ __forceinline__ void bulk_await(std::uint64_t* barrier, std::uint32_t phase) {
-  std::uint64_t over;
-  do shim::load(barrier, &over, sizeof over, Order::kAcquire, Scope::kBlock);
-  while (over % 2 == phase);
+  shim::BulkBarrier seen;
+  do shim::load(barrier, &seen, sizeof seen, Order::kAcquire, Scope::kBlock);
+  while (seen.phases % 2 == phase);
 }
 
 __device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint32_t bytes) {

@@ -176,6 +176,22 @@ void deliver(Task& from, std::size_t i) {
   has_changed = true;
 }
 
+// At a barrier of bulk copies. A phase is over when it is known how many bytes belong to it and all have come.
+void arrive(std::uint64_t* barrier, const Clock& clock, std::int32_t bytes, std::uint16_t expects, const void* pc) {
+  access(barrier, sizeof *barrier, true, std::uint32_t(Scope::kBlock), pc);
+  release(barrier, clock, Scope::kBlock, true);
+  BulkBarrier now;
+  std::memcpy(&now, barrier, sizeof now);
+  now.awaited += bytes;
+  now.expects = std::uint16_t(now.expects + expects);
+  if (now.expects > 1) wrong(kMisuse, "two threads say how many bytes a phase of a barrier has");
+  if (now.expects && now.awaited == 0) {
+    now.expects = 0;
+    now.phases++;
+  }
+  std::memcpy(barrier, &now, sizeof now);
+}
+
 bool overlaps(const Pending& store, const void* p, std::uint32_t bytes) {
   const auto *a = static_cast<const std::uint8_t*>(store.p), *b = static_cast<const std::uint8_t*>(p);
   return a < b + bytes && b < a + store.bytes;
@@ -247,14 +263,19 @@ void copy_for(Task& owner, Task& reader, Task& writer, void* to, const void* fro
   access(to, bytes, true, 0, pc);
   std::memcpy(to, from, bytes);
   if (barrier) {
-    access(barrier, sizeof *barrier, true, std::uint32_t(Scope::kBlock), pc);
     Clock both = reader.clock;
     both.join(writer.clock);
-    release(barrier, both, Scope::kBlock, false);
-    ++*barrier;
+    arrive(barrier, both, -std::int32_t(bytes), 0, pc);
   }
   has_changed = true;
   begin_task(owner);
+}
+
+void expect_for(Task& owner, std::uint64_t* barrier, std::uint32_t bytes) {
+  deliver(owner);
+  arrive(barrier, owner.clock, std::int32_t(bytes), 1, __builtin_return_address(0));
+  owner.clock.tick(owner.id);
+  has_changed = true;
 }
 
 bool changed() {

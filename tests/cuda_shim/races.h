@@ -62,6 +62,7 @@ void begin_task(Task& task);  // it runs from now on
 void describe_tasks(std::function<std::string(std::uint32_t id)> name);
 void describe_memory(std::function<std::string(const void*)> name);
 // `reader` and `writer` copy after what `task` has done; `barrier`, if there is one, counts up when they are through.
+void expect_for(Task& task, std::uint64_t* barrier, std::uint32_t bytes);
 void copy_for(Task& task, Task& reader, Task& writer, void* to, const void* from, std::uint32_t bytes,
               std::uint64_t* barrier);
 void deliver(Task& task);       // all pending stores reach memory

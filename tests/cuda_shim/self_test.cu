@@ -89,7 +89,11 @@ extern "C" __global__ void bulk_rows(std::uint32_t* p, Bulk how) {
   __syncthreads();
   for (std::uint32_t i = 0; i < 4; i++) {
     std::uint32_t* from = p + i * 32;
-    if (threadIdx.x == 0) a2a::ptx::bulk_load(row, from, sizeof row, &barrier);
+    if (threadIdx.x == 0) {
+      a2a::ptx::bulk_expect(&barrier, sizeof row);
+      a2a::ptx::bulk_load(row, from, sizeof row / 2, &barrier);
+      a2a::ptx::bulk_load(row + 16, from + 16, sizeof row / 2, &barrier);
+    }
     if (how != kNoAwait) a2a::ptx::bulk_await(&barrier, i % 2);
     row[threadIdx.x] += 1;
     __syncthreads();
