@@ -527,6 +527,7 @@ class PushExchange(MoeExchange):
         if not self._closed:
             self._closed = True
             self._transport.release(self._counts)
+            self._transport.outlive(self._workspace, self._homes)
             for event in self._events:
                 self._lib.a2a_cuda_event_free(event)
 

@@ -356,6 +356,12 @@ class CudaVmm(Transport):
         gates, work = self._sides
         return current, gates.cuda_stream, work.cuda_stream
 
+    def outlive(self, *tensors: torch.Tensor) -> None:
+        """Keep the memory of tensors, once they are dropped, until this communicator's calls so far are over."""
+        last = self._last if self.last_stream == _ASK else self.last_stream
+        for tensor in tensors:
+            tensor.record_stream(self._external(last))
+
     def _external(self, stream: int) -> torch.cuda.Stream:
         if not stream:
             return torch.cuda.default_stream(self.device)
