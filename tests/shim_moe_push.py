@@ -224,7 +224,7 @@ def dispatched(layer: Layer, tokens: list[Tokens], got: Dispatched, compact: ref
         keys = [None if o is None else (o.source, o.token) for o in got.origins] if compact is None else compact.origins
         quantised = [reference.quantise(t.x_TH, layer.wire) for t in tokens]
         q, scales = reference.quantise(torch.zeros(len(keys), layer.hidden, dtype=layer.dtype), layer.wire)
-        q, scales = q.view(torch.uint8), scales.contiguous().view(torch.uint8)
+        q, scales = q.view(torch.uint8), scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         for row, key in enumerate(keys):
             if key is not None:
                 q[row] = quantised[key[0]][0].view(torch.uint8)[key[1]]
