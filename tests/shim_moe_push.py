@@ -74,6 +74,10 @@ class Layer:
         return MoeSpec(self.num_experts, self.top_k, self.hidden, self.max_tokens, self.dtype, self.alignment, self.max_rows,
                        self.overflow, self.wire, self.rows, self.layout, tuple(owners), self.wire_combine)  # fmt: skip
 
+    def compact_rows(self) -> int:
+        assert self.max_rows is not None
+        return min(self.max_rows, self.world_size * self.max_tokens)
+
     def reference(self) -> reference.Layer:
         return reference.Layer(self.world_size, self.num_experts, self.dtype, self.alignment, self.max_rows, self.wire,
                                self.wire_combine, self.spec().expert_to_rank)  # fmt: skip
@@ -173,7 +177,7 @@ def make_round(layer: Layer, seed: int) -> Round:
     if layer.wire and r.random() < 0.3:
         payloads = [reference.quantise(t.x_TH, layer.wire) for t in tokens]
     received = reference.dispatch(of, tokens)
-    compact = reference.compact(of, tokens, received) if layer.layout == "compact" else None
+    compact = compacted(layer, tokens) if layer.layout == "compact" else None
     weighted = r.random() < 0.6
     variant = r.choice(["dots", "weighted", "plain"])
     out_rows, grads_rows, grads_weights, lengths = [], [], [], []
@@ -189,8 +193,7 @@ def make_round(layer: Layer, seed: int) -> Round:
         floats[: len(valid)][valid] = torch.randn(n, generator=g)
         grads_weights.append(floats)
         if compact:
-            most = layer.world_size * layer.max_tokens
-            height = len(compact[rank].rows) if layer.max_rows is None else min(layer.max_rows, most)
+            height = len(compact[rank].rows) if layer.max_rows is None else layer.compact_rows()
             of_tokens = torch.full((height, layer.hidden), float("nan"))
             of_tokens[: len(compact[rank].rows)] = torch.randn(len(compact[rank].rows), layer.hidden, generator=g)
             grads_rows.append(of_tokens.to(layer.dtype))
@@ -206,6 +209,16 @@ def make_round(layer: Layer, seed: int) -> Round:
     return made
 
 
+def compacted(layer: Layer, tokens: list[Tokens]) -> list[reference.Compact]:
+    """Tokens are numbered with those whose rows were dropped; as many as `max_rows` has room for are there."""
+    of = dataclasses.replace(layer.reference(), max_rows=None)
+    found = reference.compact(of, tokens, reference.dispatch(of, tokens))
+    if layer.max_rows is None:
+        return found
+    n = layer.compact_rows()
+    return [reference.Compact(c.rows[:n], c.row_index_R, c.origins[:n]) for c in found]
+
+
 def dispatched(layer: Layer, tokens: list[Tokens], got: Dispatched, compact: reference.Compact | None) -> dict[str, Tensor]:
     expected = {
         "rows": got.rows_RH if compact is None else compact.rows,
@@ -218,7 +231,7 @@ def dispatched(layer: Layer, tokens: list[Tokens], got: Dispatched, compact: ref
         "overflow": torch.tensor([got.overflow], dtype=torch.int32),
     }
     if compact is not None:
-        expected["index"] = compact.row_index_R
+        expected["index"] = compact.row_index_R[: len(got.origins)]
     if layer.rows == "wire":
         assert layer.wire is not None
         keys = [None if o is None else (o.source, o.token) for o in got.origins] if compact is None else compact.origins
