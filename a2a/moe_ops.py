@@ -132,8 +132,7 @@ def _fake_dispatch(
     capacity: Any = spec.max_rows if spec.max_rows is not None else context.new_dynamic_size()
     height: Any = capacity
     if spec.layout == "compact":
-        most = comm.world_size * spec.max_tokens
-        height = min(spec.max_rows, most) if spec.max_rows is not None else context.new_dynamic_size()
+        height = spec.compact_rows(comm.world_size) if spec.max_rows is not None else context.new_dynamic_size()
     wired = spec.rows == "wire"
     rows = topk_ids.new_empty((height, spec.hidden), dtype=torch.float8_e4m3fn if wired else spec.dtype)
     row_scales = topk_ids.new_empty(0, dtype=torch.float32)

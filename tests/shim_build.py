@@ -130,7 +130,6 @@ class ShimBuild:
         return target
 
 
-
 def run(
     executable: Path, scenarios: tuple[str, ...], seeds: int, first: int = 1, timeout_s: float | None = 600
 ) -> subprocess.CompletedProcess[str]:
@@ -199,18 +198,18 @@ def library(
 def _with_entries(text: str) -> str:
     """With a function run_KERNEL(params) before each kernel of one structure of parameters."""
     pattern = r'extern "C" __global__ [^;{]*?(\w+)\(const __grid_constant__ ([\w:]+) a\) \{'
-    entry = (
-        r'extern "C" void \1(\2 a); extern "C" void run_\1(const void* p) { \1(*static_cast<const \2*>(p)); } \g<0>'
-    )
+    entry = r'extern "C" void \1(\2 a); extern "C" void run_\1(const void* p) { \1(*static_cast<const \2*>(p)); } \g<0>'
     return re.sub(pattern, entry, text)
 
 
 def _object(folder: Path, source: Path, options: Sequence[str], headers: Path | None = None) -> Path:
     """The compiled source, from the folder if it is there. Any number of processes may ask for it at once."""
     include = [f"-I{SHIM}"] if headers is None else [f"-I{headers}", f"-I{headers / 'cuda'}", f"-I{SHIM}"]
-    texts = [p.read_text() for p in sorted(SHIM.glob("*.h"))] if headers is None else [
-        p.read_text() for p in sorted(headers.glob("*/*.*h"))
-    ]
+    texts = (
+        [p.read_text() for p in sorted(SHIM.glob("*.h"))]
+        if headers is None
+        else [p.read_text() for p in sorted(headers.glob("*/*.*h"))]
+    )
     key = hashlib.sha256(repr((source.read_text(), texts, list(options))).encode()).hexdigest()[:16]
     target = folder / f"{source.stem}-{key}.o"
     with (folder / f"{target.name}.lock").open("w") as lock:

@@ -323,7 +323,9 @@ class _Arena:
         return _tensor_at(at, shape, dtype, lambda: free.append(at))
 
 
-def _tensor_at(at: int, shape: tuple[int, ...], dtype: torch.dtype, gone: Callable[[], object] | None = None) -> torch.Tensor:
+def _tensor_at(
+    at: int, shape: tuple[int, ...], dtype: torch.dtype, gone: Callable[[], object] | None = None
+) -> torch.Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     buffer = (ctypes.c_char * num_bytes).from_address(at)
     if gone is not None:

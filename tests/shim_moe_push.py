@@ -102,7 +102,11 @@ def set_up(layer: Layer) -> dict[str, int]:
     m.Geometry.of = staticmethod(lambda s, w: dataclasses.replace(_GEOMETRY_OF(s, w), summers=layer.summers))
     m.cuda = asks = _Asks()
     exchange: Any = object.__new__(moe_push.PushExchange)
-    exchange._spec, exchange._geometry, exchange._comm = spec, m.Geometry.of(spec, world), SimpleNamespace(world_size=world)
+    exchange._spec, exchange._geometry, exchange._comm = (
+        spec,
+        m.Geometry.of(spec, world),
+        SimpleNamespace(world_size=world),
+    )
     exchange._transport = SimpleNamespace(place=SimpleNamespace(device=None, arch="", context=0, host=0))
     try:
         exchange._load(0)
@@ -164,8 +168,12 @@ def draw_ids(r: random.Random, g: torch.Generator, count: int, layer: Layer) -> 
     return ids.to(r.choice([torch.int32, torch.int64]))
 
 
-def draw_tokens(r: random.Random, g: torch.Generator, layer: Layer, weights: bool, ids: torch.dtype) -> tuple[Tokens, Tensor]:
-    count = r.choice([layer.max_tokens, layer.max_tokens, r.randint(0, layer.max_tokens), r.randint(0, layer.max_tokens), 0])
+def draw_tokens(
+    r: random.Random, g: torch.Generator, layer: Layer, weights: bool, ids: torch.dtype
+) -> tuple[Tokens, Tensor]:
+    count = r.choice(
+        [layer.max_tokens, layer.max_tokens, r.randint(0, layer.max_tokens), r.randint(0, layer.max_tokens), 0]
+    )
     x, grad = layer.scale * torch.randn(2, count, layer.hidden, generator=g)
     x[torch.rand(x.shape, generator=g) < 0.05] = -0.0
     given = torch.randn(count, layer.top_k, generator=g) if weights else None
@@ -175,7 +183,9 @@ def draw_tokens(r: random.Random, g: torch.Generator, layer: Layer, weights: boo
 def make_round(layer: Layer, seed: int) -> Round:
     r, g = random.Random(seed), torch.Generator().manual_seed(seed)
     of, weights, ids = layer.reference(), r.random() < 0.7, r.choice([torch.int32, torch.int64])
-    tokens, grads_y = (list(v) for v in zip(*(draw_tokens(r, g, layer, weights, ids) for _ in range(layer.world_size)), strict=True))
+    tokens, grads_y = (
+        list(v) for v in zip(*(draw_tokens(r, g, layer, weights, ids) for _ in range(layer.world_size)), strict=True)
+    )
     payloads: list[tuple[Tensor, Tensor | None]] = [(t.x_TH, None) for t in tokens]
     if layer.wire and r.random() < 0.3:
         payloads = [reference.quantise(t.x_TH, layer.wire) for t in tokens]
@@ -207,7 +217,9 @@ def make_round(layer: Layer, seed: int) -> Round:
     expected = [dispatched(layer, tokens, got, compact and compact[rank]) for rank, got in enumerate(received)]
     calls = r.choice([("combine",), ("combine", "combine_backward", "dispatch_backward"), ("combine_backward", "dispatch_backward"),
                       ("combine", "combine_backward", "dispatch_backward"), ("dispatch_backward", "combine")])  # fmt: skip
-    made = Round(tokens, payloads, weighted, variant, out_rows, grads_y, grads_rows, grads_weights, calls, lengths, expected)
+    made = Round(
+        tokens, payloads, weighted, variant, out_rows, grads_y, grads_rows, grads_weights, calls, lengths, expected
+    )
     _expect_calls(layer, made, received, compact)
     return made
 
@@ -249,9 +261,14 @@ def dispatched(layer: Layer, tokens: list[Tokens], got: Dispatched, compact: ref
     return expected
 
 
-def _expect_calls(layer: Layer, made: Round, received: list[Dispatched], compact: list[reference.Compact] | None) -> None:
+def _expect_calls(
+    layer: Layer, made: Round, received: list[Dispatched], compact: list[reference.Compact] | None
+) -> None:
     of = layer.reference()
-    outs, grads = ([rows[:n] for rows, n in zip(of_ranks, made.lengths, strict=True)] for of_ranks in (made.out_rows, made.grads_rows))
+    outs, grads = (
+        [rows[:n] for rows, n in zip(of_ranks, made.lengths, strict=True)]
+        for of_ranks in (made.out_rows, made.grads_rows)
+    )
     ys = reference.combine(of, made.tokens, received, outs, made.weighted)
     backward = reference.combine_backward(of, received, outs, made.grads_y, made.variant != "plain")
     if compact:
@@ -283,13 +300,17 @@ class Calls:
         self.rank, self.layer = rank, layer
         self.exchange = moe_push.PushExchange(rank, layer.spec())  # type: ignore[arg-type]
         rank.whole_blocks = frozenset(
-            call.function for name, (call, _) in self.exchange._calls.items() if name.startswith(("send", "sum", "finish"))
+            call.function
+            for name, (call, _) in self.exchange._calls.items()
+            if name.startswith(("send", "sum", "finish"))
         )
 
     def round(self, made: Round) -> dict[str, Tensor]:
         rank, me = self.rank, self.rank.rank
         tokens, (x, scales) = made.tokens[me], made.payloads[me]
-        out = self.exchange.dispatch(rank.put(x), rank.put(scales), rank.put(tokens.topk_ids_TK), rank.put(tokens.topk_weights_TK))
+        out = self.exchange.dispatch(
+            rank.put(x), rank.put(scales), rank.put(tokens.topk_ids_TK), rank.put(tokens.topk_weights_TK)
+        )
         origins = Origins(out.row_rank_R, out.row_token_R, out.row_k_R, out.row_index_R, out.topk_ids_TK, out.plan)
         weights = out.row_weights_R
         answers = {"rows": out.rows, "rows_per_expert": out.rows_per_expert_L, "offsets": out.offsets_L,
@@ -433,10 +454,14 @@ LAYERS = {
     "eight_ranks": Layer(world_size=8, max_tokens=9, num_experts=17, top_k=4, hidden=16, summers=1, rounds=2),
     "short_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=14, num_experts=4, top_k=2, hidden=24, rounds=2),
     "ring_of_a_chunk": Layer(world_size=2, chunks=6, ring=5, max_tokens=48, hidden=16, max_rows=400, alignment=8),
-    "ranges": Layer(world_size=2, senders=2, chunks=3, max_tokens=50, planned_apart=True, max_rows=200, overflow="drop"),
+    "ranges": Layer(
+        world_size=2, senders=2, chunks=3, max_tokens=50, planned_apart=True, max_rows=200, overflow="drop"
+    ),
     "many_ranges": Layer(world_size=2, senders=16, max_tokens=60, hidden=16, top_k=2, rounds=2, planned_apart=True),
     "pieces": Layer(world_size=3, hidden=520, max_tokens=7, max_rows=80, dtype=F16),
-    "wide": Layer(world_size=3, hidden=264, max_tokens=9, wire_combine="float32", max_rows=25, overflow="drop", chunks=3),
+    "wide": Layer(
+        world_size=3, hidden=264, max_tokens=9, wire_combine="float32", max_rows=25, overflow="drop", chunks=3
+    ),
     "float32": Layer(world_size=2, hidden=260, max_tokens=12, dtype=F32, scattered=True, chunks=2),
     "compact": Layer(world_size=3, layout="compact", max_tokens=20, alignment=4, planned_apart=True),
     "compact_rows": Layer(world_size=2, layout="compact", max_rows=60, overflow="drop", chunks=3, num_experts=12),
@@ -445,9 +470,13 @@ LAYERS = {
     "top_8": Layer(world_size=2, top_k=8, num_experts=3, max_tokens=20, hidden=72, chunks=7, planned_apart=True),
     "one_expert": Layer(world_size=3, num_experts=1, top_k=2, chunks=2, alignment=16),
     "fp8": Layer(world_size=2, wire="fp8", hidden=264, max_tokens=10, max_rows=200),
-    "fp8_rows": Layer(world_size=3, wire="fp8", rows="wire", hidden=136, max_tokens=10, alignment=4, dtype=F16, scale=100.0),
+    "fp8_rows": Layer(
+        world_size=3, wire="fp8", rows="wire", hidden=136, max_tokens=10, alignment=4, dtype=F16, scale=100.0
+    ),
     "mxfp8": Layer(world_size=3, wire="mxfp8", hidden=72, max_tokens=20, chunks=3, dtype=F16, scale=0.01),
-    "mxfp8_rows": Layer(world_size=2, wire="mxfp8", rows="wire", layout="compact", hidden=264, dtype=F32, max_tokens=12),
+    "mxfp8_rows": Layer(
+        world_size=2, wire="mxfp8", rows="wire", layout="compact", hidden=264, dtype=F32, max_tokens=12
+    ),
 }
 
 

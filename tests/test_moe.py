@@ -163,6 +163,29 @@ def test_overflow_drop_drops_the_highest_positions_and_counts_them(
     assert_step(world, case)
 
 
+def drop_in_a_compact_layout() -> None:
+    """Expert 0's rows come from the last tokens, and the rows of the first ones are dropped."""
+    ids = torch.tensor([[1], [1], [1], [0], [0]])
+    x = torch.arange(5.0).repeat(8, 1).T.contiguous() + 100 * dist.get_rank()
+    options: dict[str, Any] = {"max_rows": 4, "overflow": "drop", "layout": "compact", "expert_to_rank": (0, 0)}
+    with contextlib.closing(
+        a2a.ExpertParallel(num_experts=2, top_k=1, hidden=8, max_tokens=5, dtype=F32, **options)
+    ) as ep:
+        rows, _, routing = ep.dispatch(x, ids)
+        got = rows[routing.row_index_R]
+        if dist.get_rank() == 0:
+            assert int(routing.overflow) == 6
+            expected = [3.0, 4.0, 103.0, 104.0]
+            assert got[:, 0].tolist() == expected
+        y = ep.combine(got, routing)
+        assert torch.equal(y, torch.where(ids == 0, x, 0.0))
+
+
+@pytest.mark.ranks(2)
+def test_compact_rows_of_what_is_not_dropped(world: Any) -> None:
+    world.run(drop_in_a_compact_layout)
+
+
 # ---- the worked example of the documentation --------------------------------------------------------------------------
 
 

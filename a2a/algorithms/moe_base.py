@@ -57,6 +57,12 @@ class MoeSpec:
             return 0
         return world_size * self.max_tokens * self.top_k + local * (self.expert_alignment - 1)
 
+    def compact_rows(self, world_size: int) -> int:
+        """Rows of a compact matrix with `max_rows`: a token that came has one, also if `overflow` drops all its rows."""
+        assert self.max_rows is not None
+        most = world_size * self.max_tokens
+        return most if self.overflow == "drop" else min(self.max_rows, most)
+
     @property
     def scale_blocks(self) -> int:
         """Scales of a row on the wire."""

@@ -440,8 +440,8 @@ class PushExchange(MoeExchange):
         """(rows of the matrix, rows that are described)."""
         spec = self._spec
         if spec.max_rows is not None:
-            most = self._comm.world_size * spec.max_tokens
-            return (min(spec.max_rows, most) if spec.layout == "compact" else spec.max_rows), spec.max_rows
+            compact = spec.layout == "compact"
+            return spec.compact_rows(self._comm.world_size) if compact else spec.max_rows, spec.max_rows
         place = self._transport.place
         result = self._lib.a2a_cuda_await(self._host.data_ptr(), ticket, place.host, 2 * self._comm.timeout_s + 60)
         if result == -1:

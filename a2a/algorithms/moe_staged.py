@@ -180,8 +180,7 @@ class SharedMemoryExchange(MoeExchange):
         compact = spec.layout == "compact"
         height = capacity
         if compact:
-            most = self._comm.world_size * spec.max_tokens
-            height = distinct if spec.max_rows is None else min(spec.max_rows, most)
+            height = distinct if spec.max_rows is None else spec.compact_rows(self._comm.world_size)
         wire_rows = spec.rows == "wire"
         scales = torch.empty(0)
         if wire_rows:

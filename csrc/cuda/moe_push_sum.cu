@@ -47,59 +47,54 @@ struct Back {
   float grads[kTopK];
 };
 
-// A piece of a sum in float32. The first term is taken as it is.
+// A piece of a sum in float32. kFirst: the first term, which is taken as it is.
 struct Part {
   float f[kDeep][kColumns];
-  bool empty = true;
 
   __device__ void add(const Part& other) {
 #pragma unroll
     for (std::uint32_t k = 0; k < kDeep; k++)
 #pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = empty ? other.f[k][i] : __fadd_rn(f[k][i], other.f[k][i]);
-    empty = false;
+      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = __fadd_rn(f[k][i], other.f[k][i]);
   }
-  // What another rank has sent, from shared memory, which holds the lanes' vectors of a piece side by side.
-  __device__ void add_spot(std::uint32_t lane, const std::uint8_t* spot) {
+  // From shared memory, which holds the lanes' vectors of a piece side by side: a row, or what another rank has sent.
+  template <bool kFirst, bool kWeighted>
+  __device__ void add_row(std::uint32_t lane, const std::uint8_t* spot, float weight) {
 #pragma unroll
     for (std::uint32_t k = 0; k < kDeep; k++) {
       float g[kColumns];
-      if constexpr (kWideSums) {
+      Vec::split(g, reinterpret_cast<const uint4*>(spot)[k * 32 + lane]);
+#pragma unroll
+      for (std::uint32_t i = 0; i < kColumns; i++) {
+        const float term = kWeighted ? __fmul_rn(weight, g[i]) : g[i];
+        f[k][i] = kFirst ? term : __fadd_rn(f[k][i], term);
+      }
+    }
+  }
+  template <bool kFirst>
+  __device__ void add_sum(std::uint32_t lane, const std::uint8_t* spot) {
+    if constexpr (!kWideSums) {
+      add_row<kFirst, false>(lane, spot, 1.0f);
+    } else {
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++) {
         const uint4* from = reinterpret_cast<const uint4*>(spot) + 2 * (k * 32 + lane);
         const uint4 low = from[0], high = from[1];
         const std::uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-        for (std::uint32_t i = 0; i < 8; i++) g[i] = __uint_as_float(w[i]);
-      } else {
-        Vec::split(g, reinterpret_cast<const uint4*>(spot)[k * 32 + lane]);
-      }
-#pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = empty ? g[i] : __fadd_rn(f[k][i], g[i]);
-    }
-    empty = false;
-  }
-  template <bool kWeighted>
-  __device__ void add_row(const uint4 (&v)[kDeep], float weight) {
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) {
-      float g[kColumns];
-      Vec::split(g, v[k]);
-#pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) {
-        const float term = kWeighted ? __fmul_rn(weight, g[i]) : g[i];
-        f[k][i] = empty ? term : __fadd_rn(f[k][i], term);
+        for (std::uint32_t i = 0; i < 8; i++)
+          f[k][i] = kFirst ? __uint_as_float(w[i]) : __fadd_rn(f[k][i], __uint_as_float(w[i]));
       }
     }
-    empty = false;
   }
   __device__ void join(uint4 (&v)[kDeep]) const {
 #pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) v[k] = empty ? uint4{0, 0, 0, 0} : Vec::join(f[k]);
+    for (std::uint32_t k = 0; k < kDeep; k++) v[k] = Vec::join(f[k]);
   }
-  __device__ void split(const uint4 (&v)[kDeep]) {
+  __device__ void round() {  // as if it had travelled
+    if constexpr (kWideSums || kDtype == kFloat32) return;
 #pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) Vec::split(f[k], v[k]);
-    empty = false;
+    for (std::uint32_t k = 0; k < kDeep; k++) Vec::split(f[k], Vec::join(f[k]));
   }
 };
 
@@ -121,26 +116,38 @@ __device__ inline void store_sum(std::uint8_t* slot, const P& piece, const Part&
   }
 }
 
-// What a warp adds up at a time: a piece of some rows of this rank, and of sums that other ranks have sent.
+// What a warp looks up at a time: some pieces of a token, [number, end), as rows of this rank, and as sums that other ranks have
+// sent.
 struct Item {
   bool valid = false;
-  std::uint32_t number = 0, chunk = 0;  // of the piece, of the token
+  std::uint32_t number = 0, end = 0, chunk = 0;
   std::uint32_t owner = 0, u = 0,
-                slot = 0;  // sum: whose token it is, its number, and where its sum goes.  finish: u is the token
-  std::int32_t row = -1;   // the lane's row here
-  float weight = 1.0f;     // its weight
+                slot = 0;             // sum: whose token it is, its number, where its sum goes.  finish: u is the token
+  std::int32_t row = -1;              // the lane's row here
   const std::uint8_t* sum = nullptr;  // finish: the sum of the lane's rank, where there is one
 };
 
-// An item whose pieces are on their way into the ring.
+// The same, when the rows are known. Pieces are added in this order: sums of the ranks before this one, rows, other sums.
+struct Ready : Item {
+  std::uint32_t rows = 0, before = 0, after = 0;  // a lane a row; how many sums
+  std::uint32_t row_place = 0, sum_place = 0;     // of the lane's
+  float weight = 1.0f;                            // of the lane's row
+
+  __device__ std::uint32_t pieces() const { return __popc(rows) + before + after; }
+};
+
+// A piece on its way into the ring.
 struct Waiting {
   std::uint32_t number, chunk, owner, u, slot;
-  std::uint32_t spot, rows, before,
-      after;  // its first spot; a lane a row here; sums of the ranks before and after this one
+  std::uint32_t spot, rows, before, after;  // its first spot, and as above
   float weight;
 
   __device__ std::uint32_t pieces() const { return __popc(rows) + before + after; }
 };
+
+// Pieces of an item: all it can while there are enough items, since looking one up costs as much as adding a piece.
+constexpr std::uint32_t kItems = kChunks == 1 ? P::kCount : P::kCount < 2 ? 1 : 2;  // of a token
+constexpr std::uint32_t kItemPieces = ceil_div(P::kCount, kItems);
 
 struct Summer {
   const Sum& a;
@@ -165,65 +172,85 @@ struct Summer {
     return number + 1 < P::kCount ? kPieceBytes : kRowBytes - number * kPieceBytes;
   }
 
-  // Start an item's copies, in the order in which they will be added: sums of the ranks before, rows, sums of those after.
-  __device__ Waiting start(const Item& item, std::uint32_t first, std::uint64_t* barrier) const {
-    const std::uint32_t rows = __ballot_sync(kFull, item.row >= 0), sums = __ballot_sync(kFull, item.sum != nullptr);
-    const std::uint32_t lower = (1u << lane) - 1, before = m.rank() < 32 ? (1u << m.rank()) - 1 : kFull;
-    Waiting w{item.number, item.chunk, item.owner, item.u, item.slot, first, rows, std::uint32_t(__popc(sums & before)),
-              0,           item.weight};
-    w.after = __popc(sums) - w.before;
-    if (!w.pieces()) return w;
-    const std::uint32_t bytes = piece_bytes(item.number), wide = bytes * (kSpotBytes / kPieceBytes);
-    if (lane == 0) ptx::bulk_expect(barrier, __popc(rows) * bytes + (w.before + w.after) * wide);
-    __syncwarp();
-    if (item.row >= 0)
-      ptx::bulk_load(spot(first + w.before + __popc(rows & lower)),
-                     a.rows + std::uint64_t(item.row) * kRowBytes + item.number * kPieceBytes, bytes, barrier);
-    if (item.sum)
-      ptx::bulk_load(spot(first + __popc(sums & lower) + (lane > m.rank() ? __popc(rows) : 0)),
-                     item.sum + item.number * kSpotBytes, wide, barrier);
-    return w;
+  template <bool kWeighted>
+  __device__ Ready ready(const Item& item) const {
+    Ready r;
+    static_cast<Item&>(r) = item;
+    const std::uint32_t lower = (1u << lane) - 1, below = m.rank() < 32 ? (1u << m.rank()) - 1 : kFull;
+    const std::uint32_t sums = __ballot_sync(kFull, item.sum != nullptr);
+    r.rows = __ballot_sync(kFull, item.row >= 0);
+    r.before = __popc(sums & below);
+    r.after = __popc(sums) - r.before;
+    r.row_place = r.before + __popc(r.rows & lower);
+    r.sum_place = __popc(sums & lower) + (lane > m.rank() ? __popc(r.rows) : 0);
+    if (kWeighted && item.row >= 0) r.weight = a.weights[item.row];
+    return r;
   }
 
-  // Add an item up, once it is here.
+  // Start the copies of an item's next piece.
+  __device__ Waiting start(const Ready& item, std::uint32_t first, std::uint64_t* barrier) const {
+    const std::uint32_t bytes = piece_bytes(item.number), wide = bytes * (kSpotBytes / kPieceBytes);
+    if (item.pieces()) {
+      if (lane == 0) ptx::bulk_expect(barrier, __popc(item.rows) * bytes + (item.before + item.after) * wide);
+      __syncwarp();
+    }
+    if (item.row >= 0)
+      ptx::bulk_load(spot(first + item.row_place),
+                     a.rows + std::uint64_t(item.row) * kRowBytes + item.number * kPieceBytes, bytes, barrier);
+    if (item.sum) ptx::bulk_load(spot(first + item.sum_place), item.sum + item.number * kSpotBytes, wide, barrier);
+    return {item.number, item.chunk, item.owner,  item.u,     item.slot,
+            first,       item.rows,  item.before, item.after, item.weight};
+  }
+
+  // Add a piece up, once it is here; there is at least one term.
   template <bool kWeighted, bool kAlone>
   __device__ void add_up(Part& total, const Waiting& w) const {
+    const std::uint32_t rows = __popc(w.rows);
     if constexpr (kAlone) {
       add_rows<kWeighted>(total, w);
-    } else if constexpr (kWorld <=
-                         2) {  // at most one sum beside the rows: a + b is b + a, and one accumulator is enough
-      add_rows<kWeighted>(total, w);
-      if (w.before + w.after) add_sum(total, w.before ? w.spot : w.spot + __popc(w.rows));
+    } else if constexpr (kWorld <= 2) {  // one sum beside the rows: a + b is b + a, and one accumulator is enough
+      const std::uint8_t* sum = spot(w.before ? w.spot : w.spot + rows);
+      if (!rows) {
+        total.add_sum<true>(lane, sum);
+      } else {
+        add_rows<kWeighted>(total, w);
+        total.round();
+        if (w.before + w.after) total.add_sum<false>(lane, sum);
+      }
     } else {
-      for (std::uint32_t i = 0; i < w.before; i++) add_sum(total, w.spot + i);
-      if (w.rows) {
+      bool first = true;
+      for (std::uint32_t i = 0; i < w.before; i++) add_sum(total, w.spot + i, first);
+      if (rows) {
         Part part;
         add_rows<kWeighted>(part, w);
-        total.add(part);
+        part.round();
+        if (first)
+          total = part;
+        else
+          total.add(part);
+        first = false;
       }
-      for (std::uint32_t i = 0; i < w.after; i++) add_sum(total, w.spot + w.before + __popc(w.rows) + i);
+      for (std::uint32_t i = 0; i < w.after; i++) add_sum(total, w.spot + w.before + rows + i, first);
     }
   }
   template <bool kWeighted>
   __device__ void add_rows(Part& part, const Waiting& w) const {
-    std::uint32_t from = w.spot + w.before;
-    for (std::uint32_t left = w.rows; left; left &= left - 1) {
-      uint4 v[kDeep];
-      const uint4* here = reinterpret_cast<const uint4*>(spot(from++));
-#pragma unroll
-      for (std::uint32_t k = 0; k < kDeep; k++) v[k] = here[k * 32 + lane];
-      part.template add_row<kWeighted>(v, __shfl_sync(kFull, w.weight, __ffs(left) - 1));
-    }
-    if (!kWideSums && kDtype != kFloat32 && !part.empty && w.before + w.after) {  // as if it had travelled
-      uint4 v[kDeep];
-      part.join(v);
-      part.split(v);
-    }
+    std::uint32_t from = w.spot + w.before, left = w.rows;
+    part.add_row<true, kWeighted>(lane, spot(from), __shfl_sync(kFull, w.weight, __ffs(left) - 1));
+    while (left &= left - 1)
+      part.add_row<false, kWeighted>(lane, spot(++from), __shfl_sync(kFull, w.weight, __ffs(left) - 1));
   }
-  __device__ void add_sum(Part& total, std::uint32_t number) const { total.add_spot(lane, spot(number)); }
+  __device__ void add_sum(Part& total, std::uint32_t number, bool& first) const {
+    if (first)
+      total.add_sum<true>(lane, spot(number));
+    else
+      total.add_sum<false>(lane, spot(number));
+    first = false;
+  }
 
-  // Add up all items that `fetch` gives, in their order; `done` takes each result. The rows of an item are looked up two items
-  // before its copies start, and their weights one before: no step waits for the one just begun. kAlone: items have no sums.
+  // Add up all items that `fetch` gives, in their order; `done` takes each piece of the result. The rows of an item are looked
+  // up before the copies of the item before it start, and their weights before its own: no step waits for the one just begun.
+  // kAlone: items have no sums.
   template <bool kWeighted, bool kAlone, typename Fetch, typename Done>
   __device__ void pipeline(Fetch fetch, Done done) const {
     __shared__ std::uint64_t all_barriers[kWarps][kAhead];
@@ -233,22 +260,17 @@ struct Summer {
     __syncwarp();
     Waiting queue[kAhead];
     std::uint32_t head = 0, tail = 0, used = 0, spots = 0, phases = 0;
-    Item next = fetch();
-    if (kWeighted && next.row >= 0) next.weight = a.weights[next.row];
+    Ready next = ready<kWeighted>(fetch());
     Item after = fetch();
     while (true) {
-      while (next.valid && head - tail < kAhead) {
-        const std::uint32_t pieces =
-            __popc(__ballot_sync(kFull, next.row >= 0)) + __popc(__ballot_sync(kFull, next.sum != nullptr));
-        if (used + pieces > kSpots) break;
+      while (next.valid && head - tail < kAhead && used + next.pieces() <= kSpots) {
         const Waiting started = start(next, spots, barriers + head % kAhead);
 #pragma unroll
-        for (std::uint32_t i = 0; i < kAhead;
-             i++)  // no index that the compiler doesn't know: registers have no addresses
+        for (std::uint32_t i = 0; i < kAhead; i++)  // registers have no addresses: no index that the compiler can't see
           if (i == head % kAhead) queue[i] = started;
-        head++, used += pieces, spots += pieces;
-        next = after;
-        if (kWeighted && next.row >= 0) next.weight = a.weights[next.row];
+        head++, used += next.pieces(), spots += next.pieces();
+        if (++next.number < next.end) continue;
+        next = ready<kWeighted>(after);
         after = fetch();
       }
       if (head == tail) return;
@@ -257,16 +279,22 @@ struct Summer {
 #pragma unroll
       for (std::uint32_t i = 1; i < kAhead; i++)
         if (i == at) w = queue[i];
+      Part total;
       if (w.pieces()) {
         ptx::bulk_await(barriers + at, phases >> at & 1);
         phases ^= 1u << at;
+        add_up<kWeighted, kAlone>(total, w);
       }
-      Part total;
-      add_up<kWeighted, kAlone>(total, w);
       done(w, total);
       __syncwarp();  // the spots may be filled again
       used -= w.pieces(), tail++;
     }
+  }
+
+  __device__ static void take(Item& item, std::uint32_t which) {
+    item.valid = true;
+    item.number = which * kItemPieces;
+    item.end = item.number + kItemPieces < P::kCount ? item.number + kItemPieces : P::kCount;
   }
 
   // The lane's row of token u of another rank.
@@ -314,7 +342,7 @@ struct Summer {
     Chunk chunk;
     auto fetch = [&]() {
       Item next;
-      while (step == 0 || item >= chunk.total * P::kCount) {
+      while (step == 0 || item >= chunk.total * kItems) {
         if (step + 1 >= kWorld) {
           if (step && ++chunk_at >= kChunks) return next;
           if (kWorld == 1) return next;
@@ -326,9 +354,9 @@ struct Summer {
         item = warp;
       }
       std::uint32_t u, range, i;
-      chunk.find(item / P::kCount, u, range, i);
-      next.valid = true;
-      next.number = item % P::kCount, next.chunk = chunk_at;
+      chunk.find(item / kItems, u, range, i);
+      take(next, item % kItems);
+      next.chunk = chunk_at;
       next.owner = source, next.u = u;
       next.slot = std::uint32_t(m.slot_number(source, m.rank(), range, i));
       next.row = row_of(source, u);
@@ -387,16 +415,16 @@ struct Summer {
     auto fetch = [&]() {
       Item next;
       while (chunk < a.end_chunk) {
-        if (item >= kRanges * each * P::kCount) {
+        if (item >= kRanges * each * kItems) {
           chunk++;
           item = warp;
           continue;
         }
-        const std::uint32_t j = item / P::kCount, range = j / each, token = m.token_at(range, chunk) + j % each;
-        next.number = item % P::kCount;
+        const std::uint32_t j = item / kItems, range = j / each, token = m.token_at(range, chunk) + j % each;
+        const std::uint32_t which = item % kItems;
         item += warps;
         if (token >= m.token_at(range, chunk + 1)) continue;
-        next.valid = true;
+        take(next, which);
         next.u = token;
         find(next, range);
         return next;
@@ -404,8 +432,8 @@ struct Summer {
       return next;
     };
     pipeline<kWeighted, false>(fetch, [&](const Waiting& w, const Part& total) {
-      uint4 v[kDeep];
-      total.join(v);
+      uint4 v[kDeep] = {};
+      if (w.pieces()) total.join(v);
       P(w.number, lane).store(a.y + std::uint64_t(w.u) * kRowBytes, v);
       if (a.weight_grads && w.number == 0) bring_weight_grads(w.u);
     });
