@@ -234,7 +234,9 @@ def compacted(layer: Layer, tokens: list[Tokens]) -> list[reference.Compact]:
     return [reference.Compact(c.rows[:n], c.row_index_R, c.origins[:n]) for c in found]
 
 
-def dispatched(layer: Layer, tokens: list[Tokens], got: Dispatched, compact: reference.Compact | None) -> dict[str, Tensor]:
+def dispatched(
+    layer: Layer, tokens: list[Tokens], got: Dispatched, compact: reference.Compact | None
+) -> dict[str, Tensor]:
     expected = {
         "rows": got.rows_RH if compact is None else compact.rows,
         "rows_per_expert": got.rows_per_expert,
@@ -423,7 +425,10 @@ class Failing:
             tokens, ids = made.tokens[me], made.tokens[me].topk_ids_TK
             x, scales = made.payloads[me]
             if self.how == "out_of_range" and me == self.culprit:
-                ids, x = torch.full((1, self.layer.top_k), self.layer.num_experts), torch.zeros(1, self.layer.hidden, dtype=x.dtype)
+                ids, x = (
+                    torch.full((1, self.layer.top_k), self.layer.num_experts),
+                    torch.zeros(1, self.layer.hidden, dtype=x.dtype),
+                )
                 tokens = Tokens(x, ids)
             elif self.how == "overflow":  # all tokens to one expert of the culprit's
                 expert = self.layer.spec().expert_to_rank.index(self.culprit)

@@ -397,10 +397,11 @@ __device__ void run(const Send& a) {
   if (threadIdx.x < kTeams) stop[threadIdx.x] = 0;
   ptx::launch_next();
   const std::uint32_t epoch = a.m.epoch();
+  const bool failed = threadIdx.x == 0 && record_is_set(a.m);
   if (blockIdx.x == 0)
     for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
       if (p != a.m.rank()) a.m.place.send_header(p, epoch, a.m.digest, a.m.tokens, 0);
-  __syncthreads();
+  if (__syncthreads_or(failed)) return;  // peers may still read what earlier calls have sent
   Sender sender(a, epoch);
   const bool planned = kChunks > 1 || sender.is_small();
   if constexpr (kPlan) {
