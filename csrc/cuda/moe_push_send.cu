@@ -289,7 +289,7 @@ struct Sender {
     if (c < depth) return true;
     if (t < kWorld && t != rank) {
       while (!has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[t]), mark(epoch, c - depth + 1)) &&
-             wait.again(t)) {
+             again(wait, m, epoch, t)) {
       }
       if (wait.broken) stop[team] = 1;
     }

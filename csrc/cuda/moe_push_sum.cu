@@ -315,7 +315,7 @@ struct Summer {
     for (std::uint32_t p = lane; p < kWorld; p += 32)
       while (p != m.rank() &&
              !has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[p]), mark(epoch, c - depth + 1)) &&
-             wait.again(p)) {
+             again(wait, m, epoch, p)) {
       }
     __syncwarp();  // what one lane has acquired holds for all: a vote orders no memory
     return !__any_sync(kFull, wait.broken);
