@@ -140,6 +140,16 @@ def run(
     return done
 
 
+def located(said: str) -> str:
+    """What a process with a `library` said, likewise."""
+    found = re.search(r"^LIBRARY (\S+) ([0-9a-f]+)$", said, re.M)
+    said = re.sub(r"^LIBRARY .*\n", "", said, flags=re.M)
+    if found is None:
+        return said
+    path, start = Path(found[1]), int(found[2], 16)
+    return re.sub(r"pc 0x([0-9a-f]+)", lambda m: _line_of(path, (int(m[1], 16) - start) % (1 << 32)), said)
+
+
 def why_not() -> str:
     """Why the shim can't be used here, or nothing."""
     if shutil.which("g++") is None:

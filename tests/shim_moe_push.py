@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import multiprocessing
+import os
 import random
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import moe_reference as reference
 from a2a.algorithms import moe_push
-from a2a.algorithms.moe_base import MoeSpec, Origins
-from moe_cases import assert_same_bits
-from moe_reference import Dispatched, Tokens
-from shim_build import Replacement, library
+from a2a.algorithms.moe_base import Origins
+from moe_reference import Tokens
+from pool import PRELOADED
+from shim_build import Replacement, library, located
 from shim_host import CLOSED_AT, OK_AT, FailedError, FakeCuda, FakeTorch, Machine, Rank
+from shim_moe_rounds import BF16, F16, F32, Layer, Round, compare, make_round
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SOURCES = ("moe_push_send", "moe_push_expand", "moe_push_sum")
-TEAM = 32
+TEAM = 64
 SMALL = (
     *(Replacement(f"{name}.cu", "kDeep = 8", "kDeep = 2") for name in SOURCES[:2]),
     Replacement("moe_push_sum.cu", "kDeep = 4", "kDeep = 1"),
@@ -38,51 +40,9 @@ SMALL = (
 )
 
 
-@dataclass(frozen=True)
-class Layer:
-    """An ExpertParallel, how many ranks it has, and how its calls are cut."""
-
-    world_size: int = 2
-    num_experts: int = 5
-    top_k: int = 3
-    hidden: int = 40
-    max_tokens: int = 24
-    dtype: torch.dtype = BF16
-    alignment: int = 1
-    max_rows: int | None = None
-    overflow: str = "raise"
-    wire: str | None = None
-    rows: str = "dtype"
-    layout: str = "expert"
-    scattered: bool = False  # experts, over the ranks
-    wire_combine: str | None = None
-    senders: int = 1
-    summers: int = 3
-    chunks: int = 1
-    ring: int | None = None  # tokens of a range that a ring holds; None: all
-    planned_apart: bool = False  # also requests that are small enough for each range to plan alone
-    scale: float = 1.0
-    rounds: int = 3
-
-    def replacements(self) -> tuple[Replacement, ...]:
-        apart = Replacement("moe_push_send.cu", "kTopK <= 16 * kTeam", "kTopK < kTeam / 4")
-        return (*SMALL, apart) if self.planned_apart else SMALL
-
-    def spec(self) -> MoeSpec:
-        owned = reference.experts_of_ranks(reference.Layer(self.world_size, self.num_experts, self.dtype))
-        owners = [r for r, experts in enumerate(owned) for _ in experts]
-        if self.scattered:
-            owners = [e * 5 % self.world_size for e in range(self.num_experts)]
-        return MoeSpec(self.num_experts, self.top_k, self.hidden, self.max_tokens, self.dtype, self.alignment, self.max_rows,
-                       self.overflow, self.wire, self.rows, self.layout, tuple(owners), self.wire_combine)  # fmt: skip
-
-    def compact_rows(self) -> int:
-        assert self.max_rows is not None
-        return min(self.max_rows, self.world_size * self.max_tokens)
-
-    def reference(self) -> reference.Layer:
-        return reference.Layer(self.world_size, self.num_experts, self.dtype, self.alignment, self.max_rows, self.wire,
-                               self.wire_combine, self.spec().expert_to_rank)  # fmt: skip
+def replacements(layer: Layer) -> tuple[Replacement, ...]:
+    apart = Replacement("moe_push_send.cu", "kTopK <= 16 * kTeam", "kTopK < kTeam / 4")
+    return (*SMALL, apart) if layer.planned_apart else SMALL
 
 
 # ---- the op, made small
@@ -135,163 +95,6 @@ class _Asks:
         raise _Asked
 
 
-# ---- rounds
-
-
-@dataclass
-class Round:
-    """What all ranks bring to the four calls, and what each must get: `expected[rank][name]`."""
-
-    tokens: list[Tokens]
-    payloads: list[tuple[Tensor, Tensor | None]]  # x, quantised before or not
-    weighted: bool
-    variant: str  # of combine's backward
-    out_rows: list[Tensor]
-    grads_y: list[Tensor]
-    grads_rows: list[Tensor]
-    grads_weights: list[Tensor]
-    calls: tuple[str, ...]
-    lengths: list[int]  # rows that are specified
-    expected: list[dict[str, Tensor]]
-
-
-def draw_ids(r: random.Random, g: torch.Generator, count: int, layer: Layer) -> Tensor:
-    shape, experts = (count, layer.top_k), layer.num_experts
-    how = r.choice(["any", "any", "distinct", "one", "few", "none"])
-    ids = torch.randint(-1, experts, shape, generator=g)
-    if how == "distinct" and experts >= layer.top_k:
-        ids = torch.rand(count, experts, generator=g).argsort(1)[:, : layer.top_k]
-    elif how in ("one", "none"):
-        ids = torch.full(shape, r.randrange(experts) if how == "one" else -1)
-    elif how == "few":
-        ids[torch.rand(shape, generator=g) < 0.8] = -1
-    return ids.to(r.choice([torch.int32, torch.int64]))
-
-
-def draw_tokens(
-    r: random.Random, g: torch.Generator, layer: Layer, weights: bool, ids: torch.dtype
-) -> tuple[Tokens, Tensor]:
-    count = r.choice(
-        [layer.max_tokens, layer.max_tokens, r.randint(0, layer.max_tokens), r.randint(0, layer.max_tokens), 0]
-    )
-    x, grad = layer.scale * torch.randn(2, count, layer.hidden, generator=g)
-    x[torch.rand(x.shape, generator=g) < 0.05] = -0.0
-    given = torch.randn(count, layer.top_k, generator=g) if weights else None
-    return Tokens(x.to(layer.dtype), draw_ids(r, g, count, layer).to(ids), given), grad.to(layer.dtype)
-
-
-def make_round(layer: Layer, seed: int) -> Round:
-    r, g = random.Random(seed), torch.Generator().manual_seed(seed)
-    of, weights, ids = layer.reference(), r.random() < 0.7, r.choice([torch.int32, torch.int64])
-    tokens, grads_y = (
-        list(v) for v in zip(*(draw_tokens(r, g, layer, weights, ids) for _ in range(layer.world_size)), strict=True)
-    )
-    payloads: list[tuple[Tensor, Tensor | None]] = [(t.x_TH, None) for t in tokens]
-    if layer.wire and r.random() < 0.3:
-        payloads = [reference.quantise(t.x_TH, layer.wire) for t in tokens]
-    received = reference.dispatch(of, tokens)
-    compact = compacted(layer, tokens) if layer.layout == "compact" else None
-    weighted = r.random() < 0.6
-    variant = r.choice(["dots", "weighted", "plain"])
-    out_rows, grads_rows, grads_weights, lengths = [], [], [], []
-    for rank, got in enumerate(received):
-        height = len(got.origins) if layer.max_rows is None else layer.max_rows
-        lengths.append(len(got.origins))
-        rows = torch.full((height, layer.hidden), float("nan"))
-        valid = got.origin_column("source") >= 0
-        n = int(valid.sum())
-        rows[: len(valid)][valid] = torch.randn(n, layer.hidden, generator=g)
-        out_rows.append(rows.to(layer.dtype))
-        floats = torch.full((height,), float("nan"))
-        floats[: len(valid)][valid] = torch.randn(n, generator=g)
-        grads_weights.append(floats)
-        if compact:
-            height = len(compact[rank].rows) if layer.max_rows is None else layer.compact_rows()
-            of_tokens = torch.full((height, layer.hidden), float("nan"))
-            of_tokens[: len(compact[rank].rows)] = torch.randn(len(compact[rank].rows), layer.hidden, generator=g)
-            grads_rows.append(of_tokens.to(layer.dtype))
-        else:
-            other = rows.clone()
-            other[: len(valid)][valid] = torch.randn(n, layer.hidden, generator=g)
-            grads_rows.append(other.to(layer.dtype))
-    expected = [dispatched(layer, tokens, got, compact and compact[rank]) for rank, got in enumerate(received)]
-    calls = r.choice([("combine",), ("combine", "combine_backward", "dispatch_backward"), ("combine_backward", "dispatch_backward"),
-                      ("combine", "combine_backward", "dispatch_backward"), ("dispatch_backward", "combine")])  # fmt: skip
-    made = Round(
-        tokens, payloads, weighted, variant, out_rows, grads_y, grads_rows, grads_weights, calls, lengths, expected
-    )
-    _expect_calls(layer, made, received, compact)
-    return made
-
-
-def compacted(layer: Layer, tokens: list[Tokens]) -> list[reference.Compact]:
-    """Tokens are numbered with those whose rows were dropped; as many as `max_rows` has room for are there."""
-    of = dataclasses.replace(layer.reference(), max_rows=None)
-    found = reference.compact(of, tokens, reference.dispatch(of, tokens))
-    if layer.max_rows is None:
-        return found
-    n = layer.compact_rows()
-    return [reference.Compact(c.rows[:n], c.row_index_R, c.origins[:n]) for c in found]
-
-
-def dispatched(
-    layer: Layer, tokens: list[Tokens], got: Dispatched, compact: reference.Compact | None
-) -> dict[str, Tensor]:
-    expected = {
-        "rows": got.rows_RH if compact is None else compact.rows,
-        "rows_per_expert": got.rows_per_expert,
-        "offsets": got.offsets_E,
-        "weights": got.row_weights_R,
-        "rank": got.origin_column("source"),
-        "token": got.origin_column("token"),
-        "k": got.origin_column("k"),
-        "overflow": torch.tensor([got.overflow], dtype=torch.int32),
-    }
-    if compact is not None:
-        expected["index"] = compact.row_index_R[: len(got.origins)]
-    if layer.rows == "wire":
-        assert layer.wire is not None
-        keys = [None if o is None else (o.source, o.token) for o in got.origins] if compact is None else compact.origins
-        quantised = [reference.quantise(t.x_TH, layer.wire) for t in tokens]
-        q, scales = reference.quantise(torch.zeros(len(keys), layer.hidden, dtype=layer.dtype), layer.wire)
-        q, scales = q.view(torch.uint8), scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        for row, key in enumerate(keys):
-            if key is not None:
-                q[row] = quantised[key[0]][0].view(torch.uint8)[key[1]]
-                scales[row] = quantised[key[0]][1].contiguous().view(torch.uint8)[key[1]]
-        expected |= {"rows": q, "scales": scales}
-    return expected
-
-
-def _expect_calls(
-    layer: Layer, made: Round, received: list[Dispatched], compact: list[reference.Compact] | None
-) -> None:
-    of = layer.reference()
-    outs, grads = (
-        [rows[:n] for rows, n in zip(of_ranks, made.lengths, strict=True)]
-        for of_ranks in (made.out_rows, made.grads_rows)
-    )
-    ys = reference.combine(of, made.tokens, received, outs, made.weighted)
-    backward = reference.combine_backward(of, received, outs, made.grads_y, made.variant != "plain")
-    if compact:
-        grads = [rows[: len(c.rows)] for rows, c in zip(made.grads_rows, compact, strict=True)]
-        grads_x = reference.compact_backward(of, made.tokens, compact, grads)
-    else:
-        grads_x = reference.dispatch_backward(of, made.tokens, received, grads)
-    with_weights = [Tokens(t.x_TH, t.topk_ids_TK, torch.zeros(t.topk_ids_TK.shape)) for t in made.tokens]
-    grads_weights = reference.weights_backward(with_weights, received, made.grads_weights)
-    for rank, expected in enumerate(made.expected):
-        grad_rows, grad_weights = backward[rank]
-        n = made.lengths[rank]
-        expected |= {
-            "y": ys[rank],
-            "grad_rows": grad_rows[:n],
-            "grad_weights": grad_weights[:n] if made.variant == "dots" else torch.zeros(n),
-            "grad_x": grads_x[rank],
-            "grad_topk_weights": grads_weights[rank],
-        }  # fmt: skip
-
-
 # ---- on a rank
 
 
@@ -340,15 +143,6 @@ class Calls:
             grads, of_rows = rank.put(made.grads_rows[me]), rank.put(made.grads_weights[me])
             of_x, of_weights = self.exchange.dispatch_backward(grads, of_rows, origins)
             got["grad_x"], got["grad_topk_weights"] = rank.get(of_x), rank.get(of_weights)
-
-
-def compare(made: Round, rank: int, got: dict[str, Tensor], what: str) -> None:
-    for name, tensor in got.items():
-        expected = made.expected[rank][name]
-        tensor = tensor.view(torch.uint8) if expected.dtype == torch.uint8 else tensor
-        if name not in ("y", "grad_x", "grad_topk_weights"):
-            tensor = tensor[: len(expected)]  # what lies behind is unspecified
-        assert_same_bits(tensor, expected, f"{what}: {name} of rank {rank}")
 
 
 def exchanges(layer: Layer, path: Path, seed: int) -> None:
@@ -457,6 +251,9 @@ LAYERS = {
     "chunks": Layer(world_size=3, chunks=4, max_tokens=30, planned_apart=True),
     "one_rank": Layer(world_size=1, chunks=3, max_tokens=20, alignment=4),
     "eight_ranks": Layer(world_size=8, max_tokens=9, num_experts=17, top_k=4, hidden=16, summers=1, rounds=2),
+    "two_warps": Layer(max_tokens=40, max_rows=400, chunks=2),
+    "max_rows": Layer(world_size=3, max_tokens=6, max_rows=80, top_k=2, rounds=5),
+    "overflows": Layer(max_tokens=20, max_rows=40),
     "short_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=14, num_experts=4, top_k=2, hidden=24, rounds=2),
     "ring_of_a_chunk": Layer(world_size=2, chunks=6, ring=5, max_tokens=48, hidden=16, max_rows=400, alignment=8),
     "ranges": Layer(
@@ -484,21 +281,143 @@ LAYERS = {
     ),
 }
 
+# ---- jobs: a process each, since whatever is noticed ends it
 
-def main(name: str, first: int, count: int, *scenarios: str) -> None:
-    layer = LAYERS[name]
+
+def _job(
+    folder: Path,
+    layer: Layer,
+    scenarios: Sequence[str],
+    first: int,
+    seeds: int,
+    mutations: Sequence[Replacement],
+    log: Path,
+) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    host = [m for m in mutations if m.file.endswith(".py")]
+    for mutation in host:
+        source = Path(moe_push.__file__)
+        exec(compile(mutation.apply(source.read_text()), str(source), "exec"), moe_push.__dict__)
     defines = set_up(layer)
-    folder = Path(tempfile.gettempdir()) / "shim"
-    folder.mkdir(exist_ok=True)
-    path = library(folder, SOURCES, defines, layer.replacements())
-    for seed in range(first, first + count):
-        for scenario in scenarios or ["exchanges"]:
+    kernels = [m for m in mutations if m not in host]
+    path = library(folder, SOURCES, defines, (*replacements(layer), *kernels))
+    for seed in range(first, first + seeds):
+        for scenario in scenarios:
             if scenario == "exchanges":
                 exchanges(layer, path, seed)
             else:
                 failures(layer, path, seed, scenario)
-    print(name, flush=True)
+
+
+def run(
+    folder: Path,
+    layer: Layer,
+    scenarios: Sequence[str],
+    seeds: int,
+    mutations: Sequence[Replacement] = (),
+    first: int = 1,
+    timeout_s: float | None = 600,
+) -> tuple[int, str]:
+    """Run scenarios; the exit code, and what was said, with lines of the sources in the place of addresses."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    log = Path(tempfile.mkstemp(prefix="job-", dir=folder)[1])
+    process = context.Process(target=_job, args=(folder, layer, scenarios, first, seeds, mutations, log))
+    process.start()
+    process.join(timeout_s)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return -9, f"not over within {timeout_s} s; {log.read_text()}"
+    return process.exitcode, located(log.read_text())
+
+
+# ---- mutants
+
+
+@dataclass(frozen=True)
+class MoeMutant:
+    """A line broken, the argument that it breaks, and the layer and scenario that must notice."""
+
+    name: str
+    argument: str
+    replacement: Replacement
+    layer: str
+    scenario: str = "exchanges"
+
+
+def mutant(
+    name: str, argument: str, file: str, old: str, new: str, layer: str, scenario: str = "exchanges"
+) -> MoeMutant:
+    return MoeMutant(name, argument, Replacement(file, old, new), layer, scenario)
+
+
+SEND, EXPAND, SUM, SHARED, HOST = (
+    "moe_push_send.cu",
+    "moe_push_expand.cu",
+    "moe_push_sum.cu",
+    "moe_push.cuh",
+    "moe_push.py",
+)
+GATE_END = "  await_chunk(m, wait, epoch, a.chunk, a.signals);\n  ptx::launch_next();\n"
+FAILED = "  if (has_failed(a.m)) return;\n  const Expander e(a);\n  e.dispatch_tiles("
+MUTANTS = (
+    # what is read has been published, and was seen to be
+    mutant("signal_before_all_have_stored", "VISIBLE", SEND, "      barrier();\n      for (std::uint32_t r = t; r < kWorld",
+           "      for (std::uint32_t r = t; r < kWorld", "two_warps"),
+    mutant("no_meeting", "VISIBLE", SEND, "      meet();\n", "", "ranges"),
+    mutant("no_acquire_at_gates", "VISIBLE", EXPAND, "  ptx::load_acquire_sys(word);\n", "", "chunks"),
+    mutant("own_plan_not_awaited", "VISIBLE", EXPAND, "progress[m.rank()][b], mark(epoch, 0), m.rank());",
+           "progress[m.rank()][b], mark(epoch - 1, 0), m.rank());", "ranges"),
+    mutant("gate_ends_before_senders", "VISIBLE", EXPAND, GATE_END + "  ptx::await_previous();\n", GATE_END, "one_chunk"),
+    mutant("expand_before_gate", "VISIBLE", EXPAND, "  ptx::await_previous();\n" + FAILED, FAILED, "one_chunk"),
+    mutant("finish_before_gate", "VISIBLE", SUM, "  ptx::await_previous();\n", "", "one_chunk"),
+    mutant("tile_not_awaited", "VISIBLE", SHARED, "    ptx::bulk_await(barrier, phase);\n", "", "one_chunk"),
+    mutant("tiles_not_arrived", "VISIBLE", EXPAND, "    ptx::bulk_wait();\n", "", "one_chunk"),
+    mutant("piece_not_awaited", "VISIBLE", SUM, "        ptx::bulk_await(barriers + at, phases >> at & 1);\n", "", "one_chunk"),
+    mutant("every_warp_signals", "VISIBLE", SUM, "      if (before + 1 != kWarps) continue;\n", "", "chunks"),
+    mutant("older_counts_pass", "VISIBLE", EXPAND, "seen >> 32 != epoch && again", "seen == 0 && again", "chunks"),
+    mutant("work_not_behind_gates", "VISIBLE", HOST, "self._wait(2 + number, 2), worker(first, end)", "worker(first, end)",
+           "chunks"),
+    mutant("caller_goes_on_too_early", "VISIBLE", HOST, "return [*steps, self._record(1, 2), self._wait(1, 0)]",
+           "return steps", "chunks"),
+    mutant("streams_do_not_follow", "VISIBLE", HOST, "self._wait(0, 1), self._wait(0, 2)]", "self._wait(0, 1)]", "chunks"),
+    # what is overwritten has been read
+    mutant("ring_overrun", "REUSE", SEND, "mark(epoch, c - depth + 1)", "mark(epoch, c - depth)", "short_ring"),
+    mutant("ring_of_sums_overrun", "REUSE", SUM, "mark(epoch, c - depth + 1)", "mark(epoch, c - depth)", "short_ring"),
+    mutant("room_for_one_lane", "REUSE", SUM, "    __syncwarp();  // what one lane has acquired holds for all: a vote orders no memory\n",
+           "", "short_ring"),
+    mutant("one_half", "REUSE", SHARED, "data + epoch % 2 * half + number", "data + number", "max_rows"),
+    mutant("one_copy_of_counts", "REUSE", SHARED, "std::uint64_t(epoch % 2 * kWorld + source)", "std::uint64_t(source)", "max_rows"),
+    mutant("consumed_by_any_block", "REUSE", SHARED, "  if (!is_last_block(m)) return;\n", "", "short_ring"),
+    mutant("tile_filled_too_early", "REUSE", SHARED, "    ptx::bulk_wait_read();\n", "", "one_chunk"),
+    mutant("spots_filled_too_early", "REUSE", SUM, "      __syncwarp();  // the spots may be filled again\n", "", "one_chunk"),
+    mutant("sends_after_a_failure", "REUSE", SEND, "  if (__syncthreads_or(failed)) return;", "  __syncthreads();", "max_rows", "out_of_range"),
+    # everybody gets what he waits for
+    mutant("peer_a_call_ahead", "PROGRESS", SHARED, "return at == next_epoch(call) || (at == call", "return (at == call", "max_rows"),
+    mutant("no_credits", "PROGRESS", HOST, "return int(g.ring // g.chunk_tokens < g.chunks)", "return 0", "short_ring"),
+    mutant("last_chunk_unannounced", "PROGRESS", SUM, "signal(done, kChunks, arrived)", "signal(done, kChunks - 1, arrived)", "chunks"),
+    # a failure ends the call everywhere and names who is to blame
+    mutant("waiting_is_blamed", "FAILURE", SHARED, "        return r;\n    return blamed;", "        return blamed;\n    return blamed;",
+           "short_ring", "absent"),
+    mutant("header_unchecked", "FAILURE", EXPAND, "  if (a.headers)\n", "  if (false)\n", "chunks", "mismatch"),
+    mutant("lanes_part", "FAILURE", SHARED, "return __syncthreads_or(threadIdx.x == 0 && record_is_set(m));", "return record_is_set(m);",
+           "chunks", "closed"),
+    mutant("ids_unchecked", "FAILURE", SEND, "if (e == kNone && id(i) != -1) wait.fail", "if (false) wait.fail", "max_rows", "out_of_range"),
+)  # fmt: skip
+
+
+def main(name: str, first: str, seeds: str, *scenarios: str) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        code, text = run(
+            Path(folder), LAYERS[name], scenarios or ("exchanges",), int(seeds), first=int(first), timeout_s=None
+        )
+        print(text)
+        return code
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    sys.exit(main(*sys.argv[1:]))
