@@ -32,7 +32,6 @@ from shim_host import CLOSED_AT, OK_AT, FailedError, FakeCuda, FakeTorch, Machin
 from shim_moe_rounds import BF16, F16, F32, Layer, Round, compare, make_round
 
 SOURCES = ("moe_push_send", "moe_push_expand", "moe_push_sum")
-TEAM = 64
 SMALL = (
     *(Replacement(f"{name}.cu", "kDeep = 8", "kDeep = 2") for name in SOURCES[:2]),
     Replacement("moe_push_sum.cu", "kDeep = 4", "kDeep = 1"),
@@ -51,7 +50,7 @@ def replacements(layer: Layer) -> tuple[Replacement, ...]:
 def set_up(layer: Layer) -> dict[str, int]:
     """Have a2a/algorithms/moe_push.py run on the machine, with this layer's cuts. Returns what its kernels are compiled with."""
     m: Any = moe_push
-    m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), TEAM, layer.senders, (64, 128)
+    m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), layer.team, layer.senders, (64, 128)
     m._PIECE_BYTES, m._SUM_THREADS = 512, 64
     spec, world = layer.spec(), layer.world_size
     m._CHUNK_BYTES = max(1, spec.max_tokens * spec.row_bytes // layer.chunks)
@@ -196,11 +195,13 @@ class Failing:
             self.call(calls, self.op)
         rank.synchronize()
         record = rank.record
-        self.check(rank, record)
+        if record or self.how != "overflow":  # whose others may be through with the call before they are told
+            self.check(rank, record)
         with contextlib.suppress(FailedError):
             self.call(calls, "combine")
         rank.synchronize()
-        assert rank.record == record, "the record has changed"
+        self.check(rank, rank.record)
+        assert rank.record == record or not record, "the record has changed"
 
     def otherwise(self, rank: Rank, calls: Calls) -> bool:
         """What the culprit does; whether it goes on with the call."""
@@ -251,7 +252,7 @@ LAYERS = {
     "chunks": Layer(world_size=3, chunks=4, max_tokens=30, planned_apart=True),
     "one_rank": Layer(world_size=1, chunks=3, max_tokens=20, alignment=4),
     "eight_ranks": Layer(world_size=8, max_tokens=9, num_experts=17, top_k=4, hidden=16, summers=1, rounds=2),
-    "two_warps": Layer(max_tokens=40, max_rows=400, chunks=2),
+    "two_warps": Layer(max_tokens=40, max_rows=400, chunks=2, team=64),
     "max_rows": Layer(world_size=3, max_tokens=6, max_rows=80, top_k=2, rounds=5),
     "overflows": Layer(max_tokens=20, max_rows=40),
     "short_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=14, num_experts=4, top_k=2, hidden=24, rounds=2),

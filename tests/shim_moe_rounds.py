@@ -37,6 +37,7 @@ class Layer:
     wire_combine: str | None = None
     senders: int = 1
     summers: int = 3
+    team: int = 32  # threads of a sender's half
     chunks: int = 1
     ring: int | None = None  # tokens of a range that a ring holds; None: all
     planned_apart: bool = False  # also requests that are small enough for each range to plan alone
