@@ -29,7 +29,7 @@ from moe_reference import Tokens
 from pool import PRELOADED
 from shim_build import Replacement, library, located
 from shim_host import CLOSED_AT, OK_AT, FailedError, FakeCuda, FakeTorch, Machine, Rank
-from shim_moe_rounds import BF16, F16, F32, Layer, Round, compare, make_round
+from shim_moe_rounds import BF16, F16, F32, OPS, Layer, Round, compare, make_round
 
 SOURCES = ("moe_push_send", "moe_push_expand", "moe_push_sum")
 SMALL = (
@@ -168,7 +168,6 @@ def exchanges(layer: Layer, path: Path, seed: int) -> None:
 # ---- failures
 
 
-OPS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 CAUSES = {"absent": 1, "closed": 3, "mismatch": 4, "overflow": 6, "refused": 8, "out_of_range": 10}
 
 
@@ -363,7 +362,6 @@ SEND, EXPAND, SUM, SHARED, HOST = (
     "moe_push.cuh",
     "moe_push.py",
 )
-GATE_END = "  await_chunk(m, wait, epoch, a.chunk, a.signals);\n  ptx::launch_next();\n"
 FAILED = "  if (has_failed(a.m)) return;\n  const Expander e(a);\n  e.dispatch_tiles("
 MUTANTS = (
     # what is read has been published, and was seen to be
@@ -373,8 +371,7 @@ MUTANTS = (
     mutant("no_acquire_at_gates", "VISIBLE", EXPAND, "  ptx::load_acquire_sys(word);\n", "", "chunks"),
     mutant("own_plan_not_awaited", "VISIBLE", EXPAND, "progress[m.rank()][b], mark(epoch, 0), m.rank());",
            "progress[m.rank()][b], mark(epoch - 1, 0), m.rank());", "ranges"),
-    mutant("gate_ends_before_senders", "VISIBLE", EXPAND, GATE_END + "  ptx::await_previous();\n", GATE_END, "one_chunk"),
-    mutant("expand_before_gate", "VISIBLE", EXPAND, "  ptx::await_previous();\n" + FAILED, FAILED, "one_chunk"),
+    mutant("expand_before_gate", "VISIBLE", EXPAND, "  ptx::await_previous();\n" + FAILED, FAILED, "max_rows"),
     mutant("finish_before_gate", "VISIBLE", SUM, "  ptx::await_previous();\n", "", "one_chunk"),
     mutant("tile_not_awaited", "VISIBLE", SHARED, "    ptx::bulk_await(barrier, phase);\n", "", "one_chunk"),
     mutant("tiles_not_arrived", "VISIBLE", EXPAND, "    ptx::bulk_wait();\n", "", "one_chunk"),
@@ -395,8 +392,9 @@ MUTANTS = (
     mutant("one_copy_of_counts", "REUSE", SHARED, "std::uint64_t(epoch % 2 * kWorld + source)", "std::uint64_t(source)", "max_rows"),
     mutant("consumed_by_any_block", "REUSE", SHARED, "  if (!is_last_block(m)) return;\n", "", "short_ring"),
     mutant("tile_filled_too_early", "REUSE", SHARED, "    ptx::bulk_wait_read();\n", "", "one_chunk"),
-    mutant("spots_filled_too_early", "REUSE", SUM, "      __syncwarp();  // the spots may be filled again\n", "", "one_chunk"),
-    mutant("sends_after_a_failure", "REUSE", SEND, "  if (__syncthreads_or(failed)) return;", "  __syncthreads();", "max_rows", "out_of_range"),
+    mutant("more_pieces_than_spots", "REUSE", SUM, "used + next.pieces() <= kSpots", "used + next.pieces() <= 2 * kSpots", "top_8"),
+    mutant("sends_after_a_failure", "REUSE", SUM, "  if (__syncthreads_or(failed)) return;", "  __syncthreads();", "chunks",
+           "out_of_range"),
     # everybody gets what he waits for
     mutant("peer_a_call_ahead", "PROGRESS", SHARED, "return at == next_epoch(call) || (at == call", "return (at == call", "max_rows"),
     mutant("no_credits", "PROGRESS", HOST, "return int(g.ring // g.chunk_tokens < g.chunks)", "return 0", "short_ring"),

@@ -14,6 +14,7 @@ from a2a.algorithms.moe_base import MoeSpec
 from moe_cases import assert_same_bits
 from moe_reference import Dispatched, Tokens
 
+OPS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -138,8 +139,7 @@ def make_round(layer: Layer, seed: int) -> Round:
             other[: len(valid)][valid] = torch.randn(n, layer.hidden, generator=g)
             grads_rows.append(other.to(layer.dtype))
     expected = [dispatched(layer, tokens, got, compact and compact[rank]) for rank, got in enumerate(received)]
-    calls = r.choice([("combine",), ("combine", "combine_backward", "dispatch_backward"), ("combine_backward", "dispatch_backward"),
-                      ("combine", "combine_backward", "dispatch_backward"), ("dispatch_backward", "combine")])  # fmt: skip
+    calls = r.choice([(), ("combine",), OPS[1:], OPS[1:], OPS[2:], ("dispatch_backward", "combine")])
     made = Round(
         tokens, payloads, weighted, variant, out_rows, grads_y, grads_rows, grads_weights, calls, lengths, expected
     )

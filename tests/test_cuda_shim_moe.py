@@ -58,7 +58,7 @@ def arguments(
     layer: str = "", how: str = "exchanges", mutant: MoeMutant | None = None
 ) -> tuple[str, str, int, MoeMutant | None]:
     if mutant is not None:
-        return mutant.layer, mutant.scenario, 200, mutant  # it ends with the first seed that notices
+        return mutant.layer, mutant.scenario, 40, mutant  # it ends with the first seed that notices
     return layer, how, 3 if how != "exchanges" else SEEDS.get(layer, 2), None
 
 
