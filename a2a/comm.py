@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from a2a.config import config
 from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
 from a2a.kernels import cpu
+from a2a.kernels.prepared import prepared
 from a2a.topology import Topology, resolve
 from a2a.transport import candidates
 from a2a.transport.base import Exchange, Transport, Wiring
@@ -87,7 +88,7 @@ class Communicator:
         self._completions: queue.SimpleQueue[Work | None] | None = None
         self._owned: list[Callable[[], None]] = []
         self.plans: dict[str, Any] = {}  # of each op, once made
-        self.prepared: dict[Any, Any] = {}  # calls that were made before, by shapes and dtype; void after a renewal
+        self.prepared = prepared(self.device_type)  # calls that were made before; void after a renewal
         self.handed_over: dict[str, int] = {}
         for transport in candidates():
             reason = transport.unavailable(self.topology, self.device_type) or refused or None

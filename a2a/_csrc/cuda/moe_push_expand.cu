@@ -1,0 +1,645 @@
+// moe_push_expand: the gates, which wait for peers, and the kernels behind them, which turn tokens into rows.
+//   rows[first row of (expert, source) + position] = x_source[token]            dispatch
+//   grad_rows[row] = round(weight[row] * g[token]);  grad_weights[row] = dot(out_rows[row], g[token])     combine's backward
+//   The dot product has 256 lanes by column, added in order, then halves pairwise: the CPU kernels' order.
+//
+// Cost     copied bytes: each token read once, each row written once (the dot product also reads each row once)
+// Launch   gates: one block.  moe_push_expand without a wire format: kTilers warps, each with kTileBytes of shared memory.  Others: any grid, behind the gate of what they read.  The call's last one says so.
+// Buffers  rows and all that describes them private; slots symmetric
+// VISIBLE  see moe_push_send.cu: a gate acquires every sender's `progress` (counts carry their own marks), and its end precedes
+//          the next kernel's loads.  Own tokens are expanded behind a gate that has acquired this rank's own `progress`.
+// REUSE    slots and counts: see moe_push_send.cu.  `consumed` is stored by the last block of a chunk's kernel (release), when
+//          all blocks have read (acq_rel on `done`).
+// PROGRESS gates wait for signals that senders give without waiting for gates, except where a ring is short: then for
+//          `consumed` of an earlier chunk, whose gate and kernel wait for no later one.
+// FAILURE  as in signal.cuh: kernels behind a gate look at the record first, and leave.
+// In a request of one chunk the three kernels follow each other on one stream as programmatic launches: a gate starts while
+// senders still send, waits for signals, and ends only after its predecessor; rows are made after the gate has ended.
+#include "moe_push.cuh"
+
+namespace a2a {
+
+constexpr std::uint32_t kDeep = 8;  // vectors of a lane in flight
+using P = Piece<kDeep>;
+
+// ---------------------------------------------------------------- gates
+
+struct Gate {
+  Moe m;
+  std::uint32_t chunk;    // of every source, that must be there
+  std::uint32_t signals;  // blocks or teams of a source that signal
+  std::uint32_t headers;  // not 0: the first gate of a call without counts
+  std::uint32_t unused;
+};
+
+struct Counts {
+  Moe m;
+  std::int32_t *offsets, *counts, *overflow;  // [local expert], [local expert], [1]
+  std::uint64_t* host;                        // or null: ticket, padded rows, rows, distinct tokens
+  std::uint64_t ticket;
+  std::uint32_t capacity;  // rows that the outputs hold
+  std::uint32_t signals;   // not 0: as in Gate, all chunks of all sources must be there, too
+};
+
+__device__ inline void await_mark(Wait& wait, const std::uint64_t* word, std::uint64_t wanted, std::uint32_t peer) {
+  while (!has_reached(ptx::load_relaxed_sys(word), wanted) && wait.again(peer)) {
+  }
+  ptx::load_acquire_sys(word);
+}
+
+// Chunk `chunk` of every source is here.
+__device__ inline void await_chunk(const Moe& m, Wait& wait, std::uint32_t epoch, std::uint32_t chunk,
+                                   std::uint32_t signals) {
+  for (std::uint32_t i = threadIdx.x; i < kWorld * signals; i += blockDim.x) {
+    const std::uint32_t s = i / signals;
+    await_mark(wait, &m.stage_here().progress[s][i % signals], mark(epoch, chunk + 1), s);
+  }
+}
+
+// Sums of a block's values up to each thread's; `sums` holds 33 words.
+__device__ inline std::uint32_t scan(std::uint32_t value, std::uint32_t* sums) {
+  const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (std::uint32_t d = 1; d < 32; d *= 2) {
+    const std::uint32_t before = __shfl_up_sync(kFull, value, d);
+    if (lane >= d) value += before;
+  }
+  if (lane == 31) sums[warp] = value;
+  __syncthreads();
+  if (warp == 0) {
+    std::uint32_t sum = lane < blockDim.x / 32 ? sums[lane] : 0;
+    for (std::uint32_t d = 1; d < 32; d *= 2) {
+      const std::uint32_t before = __shfl_up_sync(kFull, sum, d);
+      if (lane >= d) sum += before;
+    }
+    sums[lane] = sum;
+  }
+  __syncthreads();
+  value += warp ? sums[warp - 1] : 0;
+  __syncthreads();
+  return value;
+}
+
+// Wait for everybody's counts and keep them. False: somebody failed.
+__device__ inline bool await_counts(const Moe& m, std::uint32_t epoch, std::uint32_t signals) {
+  Wait wait(m.place, kWorld);
+  for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+    if (p != m.rank()) wait.await_header(p, epoch, m.digest, true);
+  const std::uint32_t words = kCountsAt + m.local_experts;
+  for (std::uint32_t i = threadIdx.x; i < kWorld * words; i += blockDim.x) {
+    const std::uint32_t s = i / words, w = i % words;
+    const std::uint64_t* word = m.counts_at(m.rank(), s, epoch) + w;
+    std::uint64_t seen;
+    do {
+      seen = ptx::load_relaxed_sys(word);
+    } while (seen >> 32 != epoch && wait.again(s));
+    if (w >= kCountsAt)
+      WorkspaceAt::first_rows(m)[(w - kCountsAt) * kWorld + s] = std::uint32_t(seen);
+    else if (w >= kStartsAt)
+      m.plan[PlanAt::kFrom + s * PlanAt::kStarts + w - kStartsAt] = std::int32_t(seen);
+  }
+  for (std::uint32_t b = threadIdx.x; b < kRanges; b += blockDim.x)  // this rank's own plan
+    await_mark(wait, &m.stage_here().progress[m.rank()][b], mark(epoch, 0), m.rank());
+  await_chunk(m, wait, epoch, kChunks - 1, signals);
+  return !__syncthreads_or(wait.broken);
+}
+
+// Where every expert's and every source's rows begin.
+__device__ inline void place_rows(const Counts& a) {
+  __shared__ std::uint32_t sums[33], padded_before, true_rows, dropped;
+  const Moe& m = a.m;
+  if (threadIdx.x == 0) padded_before = true_rows = dropped = 0;
+  __syncthreads();
+  for (std::uint32_t l0 = 0; l0 < m.local_experts; l0 += blockDim.x) {
+    const std::uint32_t l = l0 + threadIdx.x;
+    const bool mine = l < m.local_experts;
+    std::uint32_t* first = WorkspaceAt::first_rows(m) + l * kWorld;
+    std::uint32_t rows = 0;
+    for (std::uint32_t s = 0; mine && s < kWorld; s++) rows += first[s];
+    const std::uint32_t padded = mine ? align_up(rows, m.alignment) : 0;
+    const std::uint32_t end = padded_before + scan(padded, sums), begin = end - padded;
+    std::uint32_t row = begin;
+    for (std::uint32_t s = 0; mine && s < kWorld; s++) {
+      const std::uint32_t of_source = first[s];
+      first[s] = row;
+      row += of_source;
+    }
+    if (mine) {
+      a.counts[l] = std::int32_t(rows);
+      a.offsets[l] = std::int32_t(end < a.capacity ? end : a.capacity);
+      m.plan[PlanAt::kPadding + 2 * l] = std::int32_t(row);
+      m.plan[PlanAt::kPadding + 2 * l + 1] = std::int32_t(end);
+      atomicAdd(&true_rows, rows);
+      if (row > a.capacity) atomicAdd(&dropped, begin < a.capacity ? row - a.capacity : rows);
+    }
+    if (threadIdx.x == blockDim.x - 1) padded_before = end;
+    __syncthreads();
+  }
+  if (threadIdx.x) return;
+  std::int32_t distinct = 0;
+  for (std::uint32_t s = 0; s < kWorld; s++) {
+    m.plan[PlanAt::kDistinct + s] = distinct;
+    distinct += m.starts_from(s)[PlanAt::kStarts - 1];
+  }
+  m.plan[PlanAt::kDistinct + kWorld] = distinct;
+  *a.overflow = std::int32_t(dropped);
+  if (!kDrop && padded_before > a.capacity) Wait(m.place, kWorld).fail(kOverflow, m.rank());
+  if (!a.host) return;
+  ptx::store_relaxed_sys(a.host + 1, padded_before);
+  ptx::store_relaxed_sys(a.host + 2, true_rows);
+  ptx::store_relaxed_sys(a.host + 3, std::uint64_t(distinct));
+  ptx::store_release_sys(a.host, a.ticket);
+}
+
+// ---------------------------------------------------------------- tokens
+
+struct Expand {
+  Moe m;
+  std::uint8_t *rows, *scales;
+  float* weights;  // [row]; dispatch writes it, the gradient reads it
+  std::int32_t *rank, *token, *k, *index;
+  const std::uint8_t *x, *x_scales;  // own tokens
+  const std::int32_t* ids;           // [token][k], a dispatch's
+  const float* topk_weights;         // the same, or null
+  const std::uint8_t* out_rows;      // the gradient: rows of the dot product, or null
+  float* grad_weights;               // its results
+  std::uint32_t capacity, compact_capacity;
+  std::uint32_t first_chunk, end_chunk;  // of the peers' tokens
+  std::uint32_t own_first, own_end;      // of own tokens; the first ones bring the padding along
+  std::uint32_t credits, last;           // not 0: senders wait for what is consumed; the call's last kernel
+};
+
+// A piece of a token, as it came or as it goes into rows. kKeep: it stays in the wire format.
+template <bool kKeep>
+struct Got {
+  uint4 v[kDeep];
+  Quantised q[kDeep];
+  float scale[kDeep];
+  std::uint32_t code[kDeep];
+
+  // e4m3 and scales
+  __device__ void load_wire(const P& piece, const std::uint8_t* values, const std::uint8_t* scales) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++) {
+      if (!piece.has(k)) continue;
+      q[k].load(values, piece.at(k));
+      const std::uint32_t block = piece.at(k) * kColumns / wire_block(kWire);
+      scale[k] = scale_value(kWire, scales, block);
+      if constexpr (kWire == kMxfp8) code[k] = scales[block];
+    }
+    finish(piece);
+  }
+  // rows of the dtype, which arrive as others would from here
+  __device__ void load_rows(const P& piece, const std::uint8_t* row) {
+    piece.load(v, row);
+    if constexpr (kWire != kNoWire) {
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++) {
+        const Scale s = Quantise<kDtype, kWire>::run(q[k].q, v[k]);
+        scale[k] = s.value, code[k] = s.code;
+      }
+      finish(piece);
+    }
+  }
+  __device__ void finish(const P& piece) {
+    if constexpr (!kKeep) {
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++) v[k] = dequantise<kDtype>(q[k].q, scale[k]);
+    }
+  }
+  __device__ void store(const P& piece, const Expand& a, std::uint64_t row) const {
+    if constexpr (!kKeep) {
+      piece.store(a.rows + row * kRowBytes, v);
+    } else {
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++) {
+        if (!piece.has(k)) continue;
+        q[k].store(a.rows + row * kHidden, piece.at(k));
+        store_scale<kDtype, kWire>(a.scales + row * kScales * scale_bytes(kWire), piece.at(k), scale[k], code[k]);
+      }
+    }
+  }
+};
+
+struct Expander {
+  const Expand& a;
+  const Moe& m;
+  const std::uint32_t epoch, lane, warp, warps;  // among all of the grid
+
+  __device__ explicit Expander(const Expand& args)
+      : a(args),
+        m(args.m),
+        epoch(args.m.epoch()),
+        lane(threadIdx.x % 32),
+        warp(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32),
+        warps(gridDim.x * (blockDim.x / 32)) {}
+
+  template <bool kReady, bool kKeep>
+  __device__ void load(Got<kKeep>& got, const P& piece, std::uint32_t token) const {
+    if constexpr (kReady)
+      got.load_wire(piece, a.x + std::uint64_t(token) * kHidden,
+                    a.x_scales + std::uint64_t(token) * kScales * scale_bytes(kWire));
+    else
+      got.load_rows(piece, a.x + std::uint64_t(token) * kRowBytes);
+  }
+  template <bool kKeep>
+  __device__ void load_slot(Got<kKeep>& got, const P& piece, std::uint64_t number) const {
+    const std::uint8_t* slot = m.slot(m.rank(), number, epoch);
+    if constexpr (kWire != kNoWire)
+      got.load_wire(piece, slot, slot + kScalesAt);
+    else
+      piece.load(got.v, slot);
+  }
+
+  // Call f(j, source, u, number of its slot) for all tokens of the peers, in this launch's chunks, a unit of them a warp.
+  template <typename F>
+  __device__ void peers(std::uint32_t units, F f) const {
+    // A small launch has a warp for every item: those of own tokens leave the first peers' to others.
+    const std::uint32_t busy = a.own_end ? kRanges * Moe::chunk_tokens(m.tokens) * units : 0;
+    const std::uint32_t first = (warp + warps - busy % warps) % warps;
+    for (std::uint32_t c = a.first_chunk; c < a.end_chunk; c++)
+      for (std::uint32_t step = 1; step < kWorld; step++) {
+        const std::uint32_t s = (m.rank() + step) % kWorld;
+        const Chunk chunk(m.starts_from(s), c, lane);
+        for (std::uint32_t item = first; item < chunk.total * units; item += warps) {
+          std::uint32_t u, range, i;
+          chunk.find(item / units, u, range, i);
+          f(item % units, s, u, m.slot_number(m.rank(), s, range, i));
+        }
+      }
+  }
+
+  // ---- dispatch
+
+  // A lane's row of a token, as the source says it: none where the expert is not here.
+  struct Entry {
+    bool valid;
+    std::uint32_t expert, position, k, place;
+    float weight;
+  };
+
+  __device__ Entry entry_of_slot(const Meta& meta) const {
+    Entry e{lane < meta.rows, 0, 0, 0, lane, 0};
+    if (e.valid) {
+      const uint4 sent = reinterpret_cast<const uint4*>(meta.entries)[lane];
+      e.expert = sent.x, e.position = sent.y, e.weight = __uint_as_float(sent.z), e.k = sent.w;
+    }
+    return e;
+  }
+  __device__ Entry entry_of_own(std::uint32_t token) const {
+    const std::uint32_t i = token * kTopK + lane;
+    const std::int32_t id = lane < kTopK ? a.ids[i] : -1;
+    const std::uint32_t home = id >= 0 && std::uint32_t(id) < m.experts ? m.homes[id] : 0xffffffff;
+    const std::uint32_t position = lane < kTopK ? WorkspaceAt::positions(m)[i] : 0;
+    const float weight = lane < kTopK && a.topk_weights ? a.topk_weights[i] : 1.0f;
+    return {home >> 16 == m.rank(), home & 0xffff, position, lane, place_of(home, lane), weight};
+  }
+
+  // The lane's row, or -1 where it has none or it was dropped.
+  __device__ std::int32_t row_of(const Entry& e, std::uint32_t s) const {
+    if (!e.valid) return -1;
+    const std::uint32_t at = WorkspaceAt::first_rows(m)[e.expert * kWorld + s] + e.position;
+    return at < a.capacity ? std::int32_t(at) : -1;
+  }
+
+  // What the rows of a token are told about it, and the list of them. u: of an own token, unless rows are compact, any.
+  __device__ void describe(std::uint32_t s, std::uint32_t token, std::uint32_t u, const Entry& e,
+                           std::int32_t row) const {
+    const std::uint32_t rows = __popc(__ballot_sync(kFull, e.valid));
+    std::int32_t* list = m.list(s, s == m.rank() ? token : u);
+    if (e.valid) list[e.place] = row;
+    if (lane >= rows && lane < kTopK) list[lane] = -1;
+    if (row < 0) return;
+    a.weights[row] = e.weight;
+    a.rank[row] = std::int32_t(s);
+    a.token[row] = std::int32_t(token);
+    a.k[row] = std::int32_t(e.k);
+    if (kCompact) a.index[row] = m.plan[PlanAt::kDistinct + s] + std::int32_t(u);
+  }
+
+  // Store a piece of a token into its rows.
+  __device__ void put(const Got<kWireRows>& got, const P& piece, std::uint32_t number, std::uint32_t s,
+                      std::uint32_t token, std::uint32_t u, const Entry& e) const {
+    const std::int32_t row = row_of(e, s);
+    if (kCompact) {
+      const std::uint32_t compact = m.plan[PlanAt::kDistinct + s] + u;
+      if (compact < a.compact_capacity) got.store(piece, a, compact);
+    } else {
+      for (std::uint32_t left = __ballot_sync(kFull, row >= 0); left; left &= left - 1)
+        got.store(piece, a, __shfl_sync(kFull, row, __ffs(left) - 1));
+    }
+    if (number == 0) describe(s, token, u, e, row);
+  }
+
+  // The same for a tile that is on its way into shared memory.
+  __device__ void put_tile(Tile& tile, std::uint32_t number, std::uint32_t s, std::uint32_t token, std::uint32_t u,
+                           const Entry& e) const {
+    const std::int32_t row = row_of(e, s);
+    std::int64_t to = row;
+    if (kCompact) {
+      const std::uint32_t compact = m.plan[PlanAt::kDistinct + s] + u;
+      to = lane == 0 && compact < a.compact_capacity ? std::int64_t(compact) : -1;
+    }
+    tile.await();
+    if (to >= 0) tile.store(a.rows + to * kRowBytes, number);
+    if (number == 0) describe(s, token, u, e, row);
+    tile.release();
+  }
+
+  // Call f(token, unit of it, u where rows are compact) for the own tokens of this launch's chunks that stay here.
+  template <typename F>
+  __device__ void own(std::uint32_t units, F f) const {
+    for (std::uint32_t c = a.own_first; c < a.own_end; c++) {
+      const std::uint32_t each = Moe::chunk_tokens(m.tokens);
+      for (std::uint32_t item = warp; item < kRanges * each * units; item += warps) {
+        const std::uint32_t j = item / units, token = m.token_at(j / each, c) + j % each;
+        if (token >= m.token_at(j / each, c + 1)) continue;
+        const std::int32_t i = m.numbers()[std::uint64_t(token) * kWorld + m.rank()];
+        if (i >= 0) f(token, item % units, kCompact ? m.u_of(token, m.rank(), std::uint32_t(i)) : 0);
+      }
+    }
+  }
+
+  __device__ void dispatch_tiles(Tile tile) const {
+    own(kTiles, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
+      tile.load(a.x + std::uint64_t(token) * kRowBytes, number, lane);
+      put_tile(tile, number, m.rank(), token, u, entry_of_own(token));
+    });
+    padding<true>();
+    peers(kTiles, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
+      tile.load(m.slot(m.rank(), slot, epoch), number, lane);
+      const Meta& meta = m.meta(m.rank(), slot, epoch);
+      put_tile(tile, number, s, meta.token, u, entry_of_slot(meta));
+    });
+    ptx::bulk_wait();
+  }
+
+  template <bool kReady>
+  __device__ void dispatch() const {
+    own(P::kCount, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
+      const P piece(number, lane);
+      Got<kWireRows> got;
+      load<kReady>(got, piece, token);
+      put(got, piece, number, m.rank(), token, u, entry_of_own(token));
+    });
+    padding<true>();
+    peers(P::kCount, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
+      const P piece(number, lane);
+      Got<kWireRows> got;
+      load_slot(got, piece, slot);
+      const Meta& meta = m.meta(m.rank(), slot, epoch);
+      put(got, piece, number, s, meta.token, u, entry_of_slot(meta));
+    });
+  }
+
+  // Rows that no token fills: zero.
+  template <bool kDispatch>
+  __device__ void padding() const {
+    if (a.own_first || !a.own_end) return;
+    const std::uint32_t most = m.alignment - 1;
+    for (std::uint32_t item = warp; item < m.local_experts * most; item += warps) {
+      const std::int32_t* of_expert = m.plan + PlanAt::kPadding + 2 * (item / most);
+      const std::uint32_t row = of_expert[0] + item % most;
+      if (row >= std::uint32_t(of_expert[1]) || row >= a.capacity) continue;
+      if (!(kDispatch && kCompact)) zero<kDispatch && kWireRows>(row);
+      if (lane) continue;
+      if (kDispatch) {
+        a.weights[row] = 0;
+        a.rank[row] = a.token[row] = a.k[row] = -1;
+        if (kCompact) a.index[row] = 0;
+      } else if (a.grad_weights) {
+        a.grad_weights[row] = 0;
+      }
+    }
+  }
+  template <bool kKeep>
+  __device__ void zero(std::uint32_t row) const {
+    if constexpr (kKeep) {
+      for (std::uint32_t i = lane; i < kHidden / 4; i += 32)
+        reinterpret_cast<std::uint32_t*>(a.rows + std::uint64_t(row) * kHidden)[i] = 0;
+      std::uint8_t* scales = a.scales + std::uint64_t(row) * kScales * scale_bytes(kWire);
+      for (std::uint32_t b = lane; b < kScales; b += 32) {  // 1, as for any block of zeros
+        if constexpr (kWire == kFp8)
+          reinterpret_cast<float*>(scales)[b] = 1.0f;
+        else
+          scales[b] = 127;
+      }
+    } else {
+      for (std::uint32_t i = lane; i < kVectors; i += 32)
+        reinterpret_cast<uint4*>(a.rows + std::uint64_t(row) * kRowBytes)[i] = uint4{0, 0, 0, 0};
+    }
+  }
+
+  // ---- combine's backward
+
+  __device__ static uint4 scaled(uint4 v, float weight) {
+    float f[kColumns];
+    Vec::split(f, v);
+#pragma unroll
+    for (std::uint32_t i = 0; i < kColumns; i++) f[i] = __fmul_rn(weight, f[i]);
+    return Vec::join(f);
+  }
+
+  template <bool kWeighted>
+  __device__ void put_gradient(const Got<false>& got, const P& piece, std::uint32_t s, std::uint32_t u) const {
+    const std::int32_t row = lane < kTopK ? m.list(s, u)[lane] : -1;
+    const float weight = kWeighted && row >= 0 ? a.weights[row] : 1.0f;
+    for (std::uint32_t left = __ballot_sync(kFull, row >= 0); left; left &= left - 1) {
+      const std::uint32_t j = __ffs(left) - 1;
+      const std::uint32_t to = __shfl_sync(kFull, row, j);
+      const float by = __shfl_sync(kFull, weight, j);
+      uint4 v[kDeep];
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++) v[k] = kWeighted ? scaled(got.v[k], by) : got.v[k];
+      piece.store(a.rows + std::uint64_t(to) * kRowBytes, v);
+    }
+  }
+
+  // Four rows of a token at a time, with their dot products. `load(got, piece)` gives a piece of the token.
+  template <typename Load>
+  __device__ void put_with_dots(std::uint32_t s, std::uint32_t u, Load load) const {
+    constexpr std::uint32_t kRows = 4, kStep = 256 / (32 * kColumns);  // vectors of a lane that hold the 256 lanes
+    const std::int32_t row = lane < kTopK ? m.list(s, u)[lane] : -1;
+    const float weight = row >= 0 ? a.weights[row] : 0.0f;
+    for (std::uint32_t left = __ballot_sync(kFull, row >= 0); left;) {
+      std::uint32_t rows[kRows], count = 0;
+      float by[kRows];
+#pragma unroll
+      for (std::uint32_t r = 0; r < kRows; r++) {
+        const std::uint32_t j = left ? __ffs(left) - 1 : 0;
+        count += left != 0;
+        left &= left - 1;
+        rows[r] = __shfl_sync(kFull, row, j);
+        by[r] = __shfl_sync(kFull, weight, j);
+      }
+      float lanes[kRows][kStep * kColumns];
+#pragma unroll
+      for (std::uint32_t r = 0; r < kRows; r++)
+#pragma unroll
+        for (std::uint32_t i = 0; i < kStep * kColumns; i++) lanes[r][i] = 0;
+      for (std::uint32_t number = 0; number < P::kCount; number++) {
+        const P piece(number, lane);
+        Got<false> got;
+        load(got, piece);
+#pragma unroll
+        for (std::uint32_t r = 0; r < kRows; r++) {
+          if (r >= count) continue;
+          uint4 out[kDeep];
+          piece.load(out, a.out_rows + std::uint64_t(rows[r]) * kRowBytes);
+#pragma unroll
+          for (std::uint32_t k = 0; k < kDeep; k++) {
+            if (!piece.has(k)) continue;
+            float g[kColumns], o[kColumns];
+            Vec::split(g, got.v[k]);
+            Vec::split(o, out[k]);
+#pragma unroll
+            for (std::uint32_t i = 0; i < kColumns; i++) {
+              float& sum = lanes[r][k % kStep * kColumns + i];
+              const float product = __fmul_rn(o[i], g[i]);
+              sum = number == 0 && k < kStep ? product : __fadd_rn(sum, product);
+              g[i] = __fmul_rn(by[r], g[i]);
+            }
+            reinterpret_cast<uint4*>(a.rows + std::uint64_t(rows[r]) * kRowBytes)[piece.at(k)] = Vec::join(g);
+          }
+        }
+      }
+#pragma unroll
+      for (std::uint32_t r = 0; r < kRows; r++) {
+        const float dot = fold(lanes[r]);
+        if (lane == 0 && r < count) a.grad_weights[rows[r]] = dot;
+      }
+    }
+  }
+
+  // Add 256 lanes, halves pairwise: first a thread's, where it holds both halves, then the warp's, then a vector's.
+  template <std::uint32_t kCount>
+  __device__ static float fold(float (&lanes)[kCount]) {
+    if constexpr (kCount > kColumns) {
+#pragma unroll
+      for (std::uint32_t i = 0; i < kColumns; i++) lanes[i] = __fadd_rn(lanes[i], lanes[i + kColumns]);
+    }
+#pragma unroll
+    for (std::uint32_t d = 16; d; d /= 2)
+#pragma unroll
+      for (std::uint32_t i = 0; i < kColumns; i++) lanes[i] = __fadd_rn(lanes[i], __shfl_down_sync(kFull, lanes[i], d));
+#pragma unroll
+    for (std::uint32_t d = kColumns / 2; d; d /= 2)
+#pragma unroll
+      for (std::uint32_t i = 0; i < d; i++) lanes[i] = __fadd_rn(lanes[i], lanes[i + d]);
+    return lanes[0];
+  }
+
+  template <bool kWeighted, bool kDot>
+  __device__ void gradient() const {
+    constexpr std::uint32_t kUnits = kDot ? 1 : P::kCount;
+    own(kUnits, [&](std::uint32_t token, std::uint32_t number, std::uint32_t) {
+      if constexpr (kDot) {
+        put_with_dots(m.rank(), token, [&](Got<false>& got, const P& piece) { load<false>(got, piece, token); });
+      } else {
+        const P piece(number, lane);
+        Got<false> got;
+        load<false>(got, piece, token);
+        put_gradient<kWeighted>(got, piece, m.rank(), token);
+      }
+    });
+    padding<false>();
+    peers(kUnits, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
+      if constexpr (kDot) {
+        put_with_dots(s, u, [&](Got<false>& got, const P& piece) { load_slot(got, piece, slot); });
+      } else {
+        const P piece(number, lane);
+        Got<false> got;
+        load_slot(got, piece, slot);
+        put_gradient<kWeighted>(got, piece, s, u);
+      }
+    });
+  }
+
+  __device__ void end() const { end_chunks(m, epoch, a.end_chunk, a.credits, a.last); }
+};
+
+}  // namespace a2a
+
+using namespace a2a;
+
+extern "C" __global__ void __launch_bounds__(1024) moe_push_gate(const __grid_constant__ Gate a) {
+  const Moe& m = a.m;
+  const std::uint32_t epoch = m.epoch();
+  Wait wait(m.place, kWorld);
+  if (a.headers)
+    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+      if (p != m.rank()) wait.await_header(p, epoch, m.digest, true);
+  await_chunk(m, wait, epoch, a.chunk, a.signals);
+  ptx::launch_next();
+  ptx::await_previous();
+}
+
+extern "C" __global__ void __launch_bounds__(1024) moe_push_gate_counts(const __grid_constant__ Counts a) {
+  const std::uint32_t epoch = a.m.epoch();
+  const bool all = await_counts(a.m, epoch, a.signals);
+  ptx::launch_next();
+  if (all) place_rows(a);
+  ptx::await_previous();
+}
+
+// A rank that can't make its call says so, in the place of the call's first kernel.
+extern "C" __global__ void moe_push_refuse(const __grid_constant__ Gate a) {
+  const std::uint32_t epoch = a.m.epoch();
+  for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+    if (p != a.m.rank()) a.m.place.send_header(p, epoch, kRefusal, 0, 0);
+  __syncthreads();
+  end_call(a.m, epoch);
+}
+
+#if WIRE
+extern "C" __global__ void __launch_bounds__(512) moe_push_expand(const __grid_constant__ Expand a) {
+  ptx::await_previous();
+  if (has_failed(a.m)) return;
+  const Expander e(a);
+  e.dispatch<false>();
+  e.end();
+}
+#else
+extern "C" __global__ void __launch_bounds__(32 * kTilers) moe_push_expand(const __grid_constant__ Expand a) {
+  extern __shared__ __align__(128) std::uint8_t buffers[];
+  __shared__ std::uint64_t barriers[kTilers];
+  ptx::await_previous();
+  if (has_failed(a.m)) return;
+  const Expander e(a);
+  e.dispatch_tiles(Tile(buffers, barriers, threadIdx.x / 32, e.lane));
+  e.end();
+}
+#endif
+
+#if WIRE
+extern "C" __global__ void __launch_bounds__(512) moe_push_expand_quantised(const __grid_constant__ Expand a) {
+  ptx::await_previous();
+  if (has_failed(a.m)) return;
+  const Expander e(a);
+  e.dispatch<true>();
+  e.end();
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient(const __grid_constant__ Expand a) {
+  ptx::await_previous();
+  if (has_failed(a.m)) return;
+  const Expander e(a);
+  e.gradient<false, false>();
+  e.end();
+}
+
+extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient_weighted(const __grid_constant__ Expand a) {
+  ptx::await_previous();
+  if (has_failed(a.m)) return;
+  const Expander e(a);
+  e.gradient<true, false>();
+  e.end();
+}
+
+extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient_dots(const __grid_constant__ Expand a) {
+  ptx::await_previous();
+  if (has_failed(a.m)) return;
+  const Expander e(a);
+  e.gradient<true, true>();
+  e.end();
+}

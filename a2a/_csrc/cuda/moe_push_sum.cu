@@ -1,0 +1,471 @@
+// moe_push_sum: combine, and dispatch's backward. The rank that holds a token's rows sums them and stores the sum into a slot at
+// the token's owner (sum); the owner adds the ranks' sums (finish), chunk by chunk behind the gates of moe_push_expand.cu.
+//   sum_r[token] = round(w_a * rows[a] + w_b * rows[b] + ...)     rows of rank r, in expert order, then k; products rounded
+//   y[token] = round(sum_r + sum_s + ...)                         ranks in order; sums in float32, from the first term
+//   Dispatch's backward has no weights, and brings one float a row back to the token's top-k.
+//
+// Cost     1 step; scale-up bytes per rank: one row for each token of another rank that it holds rows of
+// Launch   blocks of kThreads with kSpots * kSpotBytes of shared memory a warp.  sum: the same grid on every rank, at most
+//          kMostBlocks, waits for nobody while the rings hold the request; it is the call's first kernel.  finish: any grid; the
+//          call's last one says so.
+// Buffers  rows, weights, y private; slots symmetric; the plan of the dispatch
+// VISIBLE  W: all warps of a block store sums, then count themselves (acq_rel in the block); S: the last one stores `progress`
+//          (st.release.sys, cumulative).
+//          A: the gate (ld.acquire.sys); R: finish, after it on its stream.
+// REUSE    as in moe_push_send.cu, with owners in the place of receivers.
+// PROGRESS sum waits for `consumed` only where a ring is smaller than the request, and then for a chunk that it has signalled.
+// FAILURE  as in signal.cuh; finish leaves when it sees the record.
+#include "moe_push.cuh"
+
+namespace a2a {
+
+constexpr std::uint32_t kDeep = 4;  // vectors of a lane in a piece: fewer would cost more looking up than adding
+using P = Piece<kDeep>;
+constexpr std::uint32_t kThreads = 128, kWarps = kThreads / 32;  // of a block; three share an SM
+constexpr std::uint32_t kPieceBytes = P::kSize * 16;             // of a row
+constexpr std::uint32_t kSpotBytes = kPieceBytes * (kWideSums ? 2 : 1);
+constexpr std::uint32_t kSpots = SPOTS;  // a warp's ring of pieces on their way
+static_assert(kSpots >= kTopK, "an item takes as many");
+constexpr std::uint32_t kAhead = 2;  // items of a warp on their way
+
+struct Sum {
+  Moe m;
+  const std::uint8_t* rows;
+  const float* weights;                  // [row], or null
+  const float* row_grads;                // [row]: dispatch's backward, for the gradient of the top-k weights
+  const std::int32_t* ids;               // [token][k], the same
+  std::uint8_t* y;                       // finish: [token][kHidden]
+  float* weight_grads;                   // finish: [token][k], or null
+  std::uint32_t compact, compact_rows;   // not 0: there is one row a token, by its number; so many
+  std::uint32_t first_chunk, end_chunk;  // finish: of which tokens
+  std::uint32_t credits, last;           // finish: as moe_push_expand's
+};
+
+// What travels in a slot's Meta: rows that are left of the token (where rows may be dropped), and a float for each.
+struct Back {
+  std::uint32_t rows, unused[3];
+  float grads[kTopK];
+};
+
+// A piece of a sum in float32. The first term is taken as it is.
+struct Part {
+  float f[kDeep][kColumns];
+  bool empty = true;
+
+  __device__ void add(const Part& other) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++)
+#pragma unroll
+      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = empty ? other.f[k][i] : __fadd_rn(f[k][i], other.f[k][i]);
+    empty = false;
+  }
+  // What another rank has sent, from shared memory, which holds the lanes' vectors of a piece side by side.
+  __device__ void add_spot(std::uint32_t lane, const std::uint8_t* spot) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++) {
+      float g[kColumns];
+      if constexpr (kWideSums) {
+        const uint4* from = reinterpret_cast<const uint4*>(spot) + 2 * (k * 32 + lane);
+        const uint4 low = from[0], high = from[1];
+        const std::uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (std::uint32_t i = 0; i < 8; i++) g[i] = __uint_as_float(w[i]);
+      } else {
+        Vec::split(g, reinterpret_cast<const uint4*>(spot)[k * 32 + lane]);
+      }
+#pragma unroll
+      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = empty ? g[i] : __fadd_rn(f[k][i], g[i]);
+    }
+    empty = false;
+  }
+  template <bool kWeighted>
+  __device__ void add_row(const uint4 (&v)[kDeep], float weight) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++) {
+      float g[kColumns];
+      Vec::split(g, v[k]);
+#pragma unroll
+      for (std::uint32_t i = 0; i < kColumns; i++) {
+        const float term = kWeighted ? __fmul_rn(weight, g[i]) : g[i];
+        f[k][i] = empty ? term : __fadd_rn(f[k][i], term);
+      }
+    }
+    empty = false;
+  }
+  __device__ void join(uint4 (&v)[kDeep]) const {
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++) v[k] = empty ? uint4{0, 0, 0, 0} : Vec::join(f[k]);
+  }
+  __device__ void split(const uint4 (&v)[kDeep]) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++) Vec::split(f[k], v[k]);
+    empty = false;
+  }
+};
+
+// Sums travel rounded to the dtype, or as they are (kWideSums).
+__device__ inline void store_sum(std::uint8_t* slot, const P& piece, const Part& part) {
+  if constexpr (kWideSums) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < kDeep; k++) {
+      if (!piece.has(k)) continue;
+      uint4* to = reinterpret_cast<uint4*>(slot) + 2 * piece.at(k);
+      const float* f = part.f[k];
+      to[0] = {__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3])};
+      to[1] = {__float_as_uint(f[4]), __float_as_uint(f[5]), __float_as_uint(f[6]), __float_as_uint(f[7])};
+    }
+  } else {
+    uint4 v[kDeep];
+    part.join(v);
+    piece.store(slot, v);
+  }
+}
+
+// What a warp adds up at a time: a piece of some rows of this rank, and of sums that other ranks have sent.
+struct Item {
+  bool valid = false;
+  std::uint32_t number = 0, chunk = 0;  // of the piece, of the token
+  std::uint32_t owner = 0, u = 0,
+                slot = 0;  // sum: whose token it is, its number, and where its sum goes.  finish: u is the token
+  std::int32_t row = -1;   // the lane's row here
+  float weight = 1.0f;     // its weight
+  const std::uint8_t* sum = nullptr;  // finish: the sum of the lane's rank, where there is one
+};
+
+// An item whose pieces are on their way into the ring.
+struct Waiting {
+  std::uint32_t number, chunk, owner, u, slot;
+  std::uint32_t spot, rows, before,
+      after;  // its first spot; a lane a row here; sums of the ranks before and after this one
+  float weight;
+
+  __device__ std::uint32_t pieces() const { return __popc(rows) + before + after; }
+};
+
+struct Summer {
+  const Sum& a;
+  const Moe& m;
+  const std::uint32_t epoch, lane, warp, warps;
+
+  __device__ explicit Summer(const Sum& args)
+      : a(args),
+        m(args.m),
+        epoch(args.m.epoch()),
+        lane(threadIdx.x % 32),
+        warp(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32),
+        warps(gridDim.x * (blockDim.x / 32)) {}
+
+  // ---- the pipeline: pieces come by bulk copies while earlier ones are added up
+
+  __device__ std::uint8_t* spot(std::uint32_t number) const {
+    extern __shared__ __align__(128) std::uint8_t spots[];
+    return spots + (threadIdx.x / 32 * kSpots + number % kSpots) * kSpotBytes;
+  }
+  __device__ static std::uint32_t piece_bytes(std::uint32_t number) {
+    return number + 1 < P::kCount ? kPieceBytes : kRowBytes - number * kPieceBytes;
+  }
+
+  // Start an item's copies, in the order in which they will be added: sums of the ranks before, rows, sums of those after.
+  __device__ Waiting start(const Item& item, std::uint32_t first, std::uint64_t* barrier) const {
+    const std::uint32_t rows = __ballot_sync(kFull, item.row >= 0), sums = __ballot_sync(kFull, item.sum != nullptr);
+    const std::uint32_t lower = (1u << lane) - 1, before = m.rank() < 32 ? (1u << m.rank()) - 1 : kFull;
+    Waiting w{item.number, item.chunk, item.owner, item.u, item.slot, first, rows, std::uint32_t(__popc(sums & before)),
+              0,           item.weight};
+    w.after = __popc(sums) - w.before;
+    if (!w.pieces()) return w;
+    const std::uint32_t bytes = piece_bytes(item.number), wide = bytes * (kSpotBytes / kPieceBytes);
+    if (lane == 0) ptx::bulk_expect(barrier, __popc(rows) * bytes + (w.before + w.after) * wide);
+    __syncwarp();
+    if (item.row >= 0)
+      ptx::bulk_load(spot(first + w.before + __popc(rows & lower)),
+                     a.rows + std::uint64_t(item.row) * kRowBytes + item.number * kPieceBytes, bytes, barrier);
+    if (item.sum)
+      ptx::bulk_load(spot(first + __popc(sums & lower) + (lane > m.rank() ? __popc(rows) : 0)),
+                     item.sum + item.number * kSpotBytes, wide, barrier);
+    return w;
+  }
+
+  // Add an item up, once it is here.
+  template <bool kWeighted, bool kAlone>
+  __device__ void add_up(Part& total, const Waiting& w) const {
+    if constexpr (kAlone) {
+      add_rows<kWeighted>(total, w);
+    } else if constexpr (kWorld <=
+                         2) {  // at most one sum beside the rows: a + b is b + a, and one accumulator is enough
+      add_rows<kWeighted>(total, w);
+      if (w.before + w.after) add_sum(total, w.before ? w.spot : w.spot + __popc(w.rows));
+    } else {
+      for (std::uint32_t i = 0; i < w.before; i++) add_sum(total, w.spot + i);
+      if (w.rows) {
+        Part part;
+        add_rows<kWeighted>(part, w);
+        total.add(part);
+      }
+      for (std::uint32_t i = 0; i < w.after; i++) add_sum(total, w.spot + w.before + __popc(w.rows) + i);
+    }
+  }
+  template <bool kWeighted>
+  __device__ void add_rows(Part& part, const Waiting& w) const {
+    std::uint32_t from = w.spot + w.before;
+    for (std::uint32_t left = w.rows; left; left &= left - 1) {
+      uint4 v[kDeep];
+      const uint4* here = reinterpret_cast<const uint4*>(spot(from++));
+#pragma unroll
+      for (std::uint32_t k = 0; k < kDeep; k++) v[k] = here[k * 32 + lane];
+      part.template add_row<kWeighted>(v, __shfl_sync(kFull, w.weight, __ffs(left) - 1));
+    }
+    if (!kWideSums && kDtype != kFloat32 && !part.empty && w.before + w.after) {  // as if it had travelled
+      uint4 v[kDeep];
+      part.join(v);
+      part.split(v);
+    }
+  }
+  __device__ void add_sum(Part& total, std::uint32_t number) const { total.add_spot(lane, spot(number)); }
+
+  // Add up all items that `fetch` gives, in their order; `done` takes each result. The rows of an item are looked up two items
+  // before its copies start, and their weights one before: no step waits for the one just begun. kAlone: items have no sums.
+  template <bool kWeighted, bool kAlone, typename Fetch, typename Done>
+  __device__ void pipeline(Fetch fetch, Done done) const {
+    __shared__ std::uint64_t all_barriers[kWarps][kAhead];
+    std::uint64_t* barriers = all_barriers[threadIdx.x / 32];
+    if (lane == 0)
+      for (std::uint32_t i = 0; i < kAhead; i++) ptx::bulk_barrier_init(barriers + i);
+    __syncwarp();
+    Waiting queue[kAhead];
+    std::uint32_t head = 0, tail = 0, used = 0, spots = 0, phases = 0;
+    Item next = fetch();
+    if (kWeighted && next.row >= 0) next.weight = a.weights[next.row];
+    Item after = fetch();
+    while (true) {
+      while (next.valid && head - tail < kAhead) {
+        const std::uint32_t pieces =
+            __popc(__ballot_sync(kFull, next.row >= 0)) + __popc(__ballot_sync(kFull, next.sum != nullptr));
+        if (used + pieces > kSpots) break;
+        const Waiting started = start(next, spots, barriers + head % kAhead);
+#pragma unroll
+        for (std::uint32_t i = 0; i < kAhead;
+             i++)  // no index that the compiler doesn't know: registers have no addresses
+          if (i == head % kAhead) queue[i] = started;
+        head++, used += pieces, spots += pieces;
+        next = after;
+        if (kWeighted && next.row >= 0) next.weight = a.weights[next.row];
+        after = fetch();
+      }
+      if (head == tail) return;
+      const std::uint32_t at = tail % kAhead;
+      Waiting w = queue[0];
+#pragma unroll
+      for (std::uint32_t i = 1; i < kAhead; i++)
+        if (i == at) w = queue[i];
+      if (w.pieces()) {
+        ptx::bulk_await(barriers + at, phases >> at & 1);
+        phases ^= 1u << at;
+      }
+      Part total;
+      add_up<kWeighted, kAlone>(total, w);
+      done(w, total);
+      __syncwarp();  // the spots may be filled again
+      used -= w.pieces(), tail++;
+    }
+  }
+
+  // The lane's row of token u of another rank.
+  __device__ std::int32_t row_of(std::uint32_t source, std::uint32_t u) const {
+    return a.compact ? compact_row(source, u) : lane < kTopK ? m.list(source, u)[lane] : -1;
+  }
+  __device__ std::int32_t compact_row(std::uint32_t source, std::uint32_t u) const {
+    const std::uint32_t row = m.plan[PlanAt::kDistinct + source] + u;
+    return lane == 0 && row < a.compact_rows ? std::int32_t(row) : -1;
+  }
+
+  // ---- sum: at the rank that holds the rows
+
+  // The owner has taken the sums whose slots chunk c takes.
+  __device__ bool await_room(Wait& wait, std::uint32_t c) const {
+    const std::uint32_t each = Moe::chunk_tokens(m.max_tokens), depth = each ? m.ring / each : kChunks;
+    if (c < depth) return true;
+    for (std::uint32_t p = lane; p < kWorld; p += 32)
+      while (p != m.rank() &&
+             !has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[p]), mark(epoch, c - depth + 1)) &&
+             wait.again(p)) {
+      }
+    return !__any_sync(kFull, wait.broken);
+  }
+
+  // This warp is done with the chunks from `done` to `upto`; the block's last one says so to all ranks.
+  __device__ void signal(std::uint32_t& done, std::uint32_t upto, std::uint32_t* arrived) const {
+    for (; done < upto; done++) {
+      __syncwarp();
+      std::uint32_t before = lane == 0 ? ptx::add_acq_rel_block(arrived + done, 1) : 0;
+      before = __shfl_sync(kFull, before, 0);
+      if (before + 1 != kWarps) continue;
+      __syncwarp();
+      for (std::uint32_t p = lane; p < kWorld; p += 32)
+        ptx::store_release_sys(&m.stage_at(p).progress[m.rank()][blockIdx.x], mark(epoch, done + 1));
+    }
+  }
+
+  // All chunks, one after the other, and in each one owner after the other.
+  template <bool kWeighted>
+  __device__ void sum(std::uint32_t* arrived) const {
+    Wait wait(m.place, kWorld);
+    std::uint32_t chunk_at = 0, step = 0, item = 0, source = 0, done = 0, room = 0;
+    Chunk chunk;
+    auto fetch = [&]() {
+      Item next;
+      while (step == 0 || item >= chunk.total * P::kCount) {
+        if (step + 1 >= kWorld) {
+          if (step && ++chunk_at >= kChunks) return next;
+          if (kWorld == 1) return next;
+          step = 0;
+        }
+        step++;
+        source = (m.rank() + step) % kWorld;
+        chunk = Chunk(m.starts_from(source), chunk_at, lane);
+        item = warp;
+      }
+      std::uint32_t u, range, i;
+      chunk.find(item / P::kCount, u, range, i);
+      next.valid = true;
+      next.number = item % P::kCount, next.chunk = chunk_at;
+      next.owner = source, next.u = u;
+      next.slot = std::uint32_t(m.slot_number(source, m.rank(), range, i));
+      next.row = row_of(source, u);
+      item += warps;
+      return next;
+    };
+    pipeline<kWeighted, true>(fetch, [&](const Waiting& w, const Part& total) {
+      signal(done, w.chunk, arrived);
+      if (w.chunk >= room) {
+        if (!await_room(wait, w.chunk)) return;
+        room = w.chunk + 1;
+      }
+      if (w.rows) store_sum(m.slot(w.owner, w.slot, epoch), P(w.number, lane), total);
+      if (w.number != 0) return;
+      Back& back = *reinterpret_cast<Back*>(&m.meta(w.owner, w.slot, epoch));
+      if (kDrop && lane == 0) back.rows = __popc(w.rows);
+      if (a.row_grads && lane < kTopK) {
+        const std::int32_t row = m.list(w.owner, w.u)[lane];
+        back.grads[lane] = row >= 0 ? a.row_grads[row] : 0;
+      }
+    });
+    if (!wait.broken) signal(done, kChunks, arrived);
+  }
+
+  // ---- finish: at the owner
+
+  __device__ std::uint64_t slot_number(std::uint32_t token, std::uint32_t r, std::uint32_t i) const {
+    return m.slot_number(m.rank(), r, m.range_of(token), i);
+  }
+
+  // One float a row, back to the place of its id.
+  __device__ void bring_weight_grads(std::uint32_t token) const {
+    const std::uint32_t i = token * kTopK + lane;
+    const std::int32_t id = lane < kTopK ? a.ids[i] : -1;
+    const bool valid = id >= 0 && std::uint32_t(id) < m.experts;
+    const std::uint32_t home = valid ? m.homes[id] : 0xffffffff, r = home >> 16;
+    const std::uint32_t place = place_of(home, lane);
+    if (lane >= kTopK) return;
+    float grad = 0;
+    if (valid) {
+      if (r == m.rank()) {
+        const std::int32_t row = m.list(r, token)[place];
+        if (row >= 0) grad = a.row_grads[row];
+      } else {
+        const std::uint32_t number = m.numbers()[std::uint64_t(token) * kWorld + r];
+        grad = reinterpret_cast<const Back*>(&m.meta(m.rank(), slot_number(token, r, number), epoch))->grads[place];
+      }
+    }
+    a.weight_grads[i] = grad;
+  }
+
+  template <bool kWeighted>
+  __device__ void finish() const {
+    const std::uint32_t each = Moe::chunk_tokens(m.tokens);
+    std::uint32_t chunk = a.first_chunk, item = warp;
+    auto fetch = [&]() {
+      Item next;
+      while (chunk < a.end_chunk) {
+        if (item >= kRanges * each * P::kCount) {
+          chunk++;
+          item = warp;
+          continue;
+        }
+        const std::uint32_t j = item / P::kCount, range = j / each, token = m.token_at(range, chunk) + j % each;
+        next.number = item % P::kCount;
+        item += warps;
+        if (token >= m.token_at(range, chunk + 1)) continue;
+        next.valid = true;
+        next.u = token;
+        find(next, range);
+        return next;
+      }
+      return next;
+    };
+    pipeline<kWeighted, false>(fetch, [&](const Waiting& w, const Part& total) {
+      uint4 v[kDeep];
+      total.join(v);
+      P(w.number, lane).store(a.y + std::uint64_t(w.u) * kRowBytes, v);
+      if (a.weight_grads && w.number == 0) bring_weight_grads(w.u);
+    });
+    end_chunks(m, epoch, a.end_chunk, a.credits, a.last);
+  }
+
+  // The lane's row of an own token, and the sum that the lane's rank has sent for it.
+  __device__ void find(Item& next, std::uint32_t range) const {
+    const std::int32_t* numbers = m.numbers() + std::uint64_t(next.u) * kWorld;
+    const std::int32_t here = numbers[m.rank()], there = lane < kWorld && lane != m.rank() ? numbers[lane] : -1;
+    const std::int32_t row = lane < kTopK && !a.compact ? m.list(m.rank(), next.u)[lane] : -1;
+    if (here >= 0) next.row = a.compact ? compact_row(m.rank(), m.u_of(next.u, m.rank(), here)) : row;
+    if (there < 0) return;
+    const std::uint64_t slot = m.slot_number(m.rank(), lane, range, there);
+    if (kDrop && !reinterpret_cast<const Back*>(&m.meta(m.rank(), slot, epoch))->rows) return;
+    next.sum = m.slot(m.rank(), slot, epoch);
+  }
+};
+
+__device__ inline void send_headers(const Moe& m) {
+  if (blockIdx.x == 0)
+    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+      if (p != m.rank()) m.place.send_header(p, m.epoch(), m.digest, m.tokens, 0);
+}
+
+}  // namespace a2a
+
+namespace a2a {
+
+template <bool kWeighted>
+__device__ void run_sum(const Sum& a) {
+  __shared__ std::uint32_t arrived[kChunks];
+  ptx::launch_next();
+  for (std::uint32_t c = threadIdx.x; c < kChunks; c += kThreads) arrived[c] = 0;
+  send_headers(a.m);
+  __syncthreads();
+  Summer(a).sum<kWeighted>(arrived);
+}
+
+template <bool kWeighted>
+__device__ void run_finish(const Sum& a) {
+  ptx::await_previous();
+  if (!has_failed(a.m)) Summer(a).finish<kWeighted>();
+}
+
+}  // namespace a2a
+
+using namespace a2a;
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_sum(const __grid_constant__ Sum a) {
+  run_sum<false>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_sum_weighted(const __grid_constant__ Sum a) {
+  run_sum<true>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_finish(const __grid_constant__ Sum a) {
+  run_finish<false>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) moe_push_finish_weighted(const __grid_constant__ Sum a) {
+  run_finish<true>(a);
+}
