@@ -1,9 +1,9 @@
 """The collectives of tensors, with torch.distributed's names, arguments and meaning.
 
-A call that repeats an earlier one (same shapes and dtypes, even, synchronous) takes the fast way: one dictionary look-up and
-one call into C. Everything else is checked here, in this order: what one rank can see by itself raises ValueError or
-TypeError on that rank, whose peers are told with the communicator still in step; what only shows between ranks is found by
-the kernels.
+A call that repeats an earlier one (same shapes and dtypes, even, synchronous) takes the fast way: one call into C, which
+knows it again (`a2a/kernels/prepared.py`). Everything else is checked here, in this order: what one rank can see by itself
+raises ValueError or TypeError on that rank, whose peers are told with the communicator still in step; what only shows
+between ranks is found by the kernels.
 """
 
 from __future__ import annotations

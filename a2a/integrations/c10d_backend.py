@@ -51,6 +51,7 @@ from a2a.integrations.c10d_inner import NAME, Setup, alltoall_in_one_call, make_
 from a2a.ops import all_to_all, all_to_all_single
 
 _log = logging.getLogger("a2a")
+_profiling = torch._C._autograd._profiler_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)  # any other kind (FakeTensor, DTensor, ...) has no memory of its own to send
 
 # What `native` does, under the names that this torch has.
@@ -154,6 +155,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         self._inner = make_inner(setup)
         self._served = {device_type for device_type, name in setup.requested.items() if name == NAME}
         self._comms: dict[str, Communicator] = {}  # device type -> what serves it
+        self._again: Callable[[Tensor, Tensor], int] | None = None  # `prepared.again` of the CPU's, once that is made
         self._refusals: dict[str, str] = {}  # device type -> why nothing does
         self._handed_over: dict[str, int] = {}
         self._calls = dict.fromkeys(self._served, 0)  # device type -> all-to-alls that its communicator took
@@ -175,6 +177,19 @@ class A2AProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> Work:
         """As `ProcessGroup.all_to_all_single`, called `alltoall_base` before torch 2.13."""
+        again = self._again
+        if (
+            again is not None
+            and type(input) is type(output) is Tensor
+            and not (len(output_split_sizes) or len(input_split_sizes) or opts is None or opts.asyncOp)
+            and not _profiling()
+        ):
+            result = again(output, input)
+            if result == 0:
+                self._calls["cpu"] += 1
+                return self._done
+            if result > 0:
+                self._comms["cpu"].raise_failure(result, "all_to_all_single")
         comm = self._serving(input)
         if comm is None:
             call = getattr(self.native, "all_to_all_single", None) or self.native.alltoall_base
@@ -259,7 +274,7 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def _close(self) -> None:
         self._shut = True
-        comms, self._comms = self._comms, {}
+        comms, self._comms, self._again = self._comms, {}, None
         for comm in comms.values():
             comm.close()
 
@@ -283,6 +298,8 @@ class A2AProcessGroup(dist.ProcessGroup):
         comm: Communicator | None = None
         if device_type in self._served:
             comm = self._comms[device_type] = implicit(self, device_type=device_type, device=device)
+            if device_type == "cpu":
+                self._again = comm.prepared.again
             reason = "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
         else:
             reason = self._refusals[device_type] = "the backend string gives them to another backend"

@@ -75,9 +75,10 @@ typedef struct {                                                              //
   int (*describe)(void* tensor, void* dltensor);  // dltensor_from_py_object_no_sync of torch's DLPack table
   void *no, *is_neg, *is_conj;                    // False; names of methods
 } a2a_python;
-A2A_API void a2a_python_bind(const a2a_python*);          // once, before anything below
-A2A_API void* a2a_prepared_create(void);                  // a capsule
-A2A_API void* a2a_prepared_function(void* capsule);       // again(output, input): a Result, or -1: no such call was made before
+A2A_API void a2a_python_bind(const a2a_python*);  // once, before anything below
+A2A_API void* a2a_prepared_create(void);          // a capsule
+A2A_API void* a2a_prepared_function(
+    void* capsule);  // again(output, input): a Result, or -1: no such call was made before
 A2A_API void a2a_prepared_add(void* capsule, void* output, void* input, const a2a_even*, size_t num_bytes);
 A2A_API void a2a_prepared_clear(void* capsule);
 A2A_API size_t a2a_prepared_count(void* capsule);
