@@ -171,4 +171,4 @@ def test_wrong_arguments_are_unknown_calls() -> None:
 
 def test_a_torch_without_an_exchange_table_is_served_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    assert prepared._library.__wrapped__() is None
+    assert prepared.library.__wrapped__() is None

@@ -33,14 +33,14 @@ _PYTHON = {
     "new_capsule": "PyCapsule_New",
     "new_function": "PyCFunction_NewEx",
     "integer": "PyLong_FromLong",
-    "call_method": "PyObject_VectorcallMethod",
+    "call": "PyObject_Vectorcall",
     "forget": "Py_DecRef",
     "clear_error": "PyErr_Clear",
     "no_memory": "PyErr_NoMemory",
     "release_gil": "PyEval_SaveThread",
     "take_gil": "PyEval_RestoreThread",
 }
-_METHODS = ("is_neg", "is_conj")  # C holds their addresses
+_METHODS = {"is_neg": torch.Tensor.is_neg, "is_conj": torch.Tensor.is_conj}  # C holds their addresses
 
 
 class Prepared:
@@ -117,14 +117,16 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class _Library:
-    """The C library, bound to this Python and this torch; one a process, as `_library` makes it."""
+    """The C library, bound to this Python and this torch; one a process, as `library` makes it."""
 
     def __init__(self, python: ctypes.PyDLL, describe: int) -> None:
         library = ctypes.PyDLL(str(cpu.find()))  # its functions keep the GIL
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        table = _Python(describe=describe, no=id(False), **dict(zip(_METHODS, map(id, _METHODS), strict=True)))
+        self.table = table = _Python(
+            describe=describe, no=id(False), **{name: id(method) for name, method in _METHODS.items()}
+        )
         for field, name in _PYTHON.items():
             setattr(table, field, ctypes.cast(getattr(python, name), c_void_p).value)
         library.a2a_python_bind(table)
@@ -133,7 +135,7 @@ class _Library:
 
 
 @functools.cache
-def _library() -> _Library | None:
+def library() -> _Library | None:
     """None: this Python or this torch has not what it takes."""
     if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None
@@ -152,5 +154,5 @@ def _library() -> _Library | None:
 
 def prepared(device_type: str) -> Prepared:
     """A new table, of calls on such a kind of device."""
-    native = _library() if device_type == "cpu" else None
+    native = library() if device_type == "cpu" else None
     return Prepared() if native is None else _Native(native)

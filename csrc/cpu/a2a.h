@@ -61,19 +61,19 @@ A2A_API int a2a_all_to_all(a2a_context*, uint32_t request, void* const* out, con
                            const void* const* in, const uint64_t* send_bytes);
 
 // --- prepared calls as a function of CPython's (python.cpp). Called with the GIL; objects of Python's are void*.
-typedef struct {                                                              // by address, out of Python's C API
-  void* (*pointer_of)(void* capsule, const char* name);                       // PyCapsule_GetPointer
-  void* (*new_capsule)(void*, const char* name, void (*free)(void*));         // PyCapsule_New
-  void* (*new_function)(const void* definition, void* self, void* module);    // PyCFunction_NewEx
-  void* (*integer)(long);                                                     // PyLong_FromLong
-  void* (*call_method)(void* name, void* const* self, size_t, void* kwargs);  // PyObject_VectorcallMethod
-  void (*forget)(void*);                                                      // Py_DecRef
-  void (*clear_error)(void);                                                  // PyErr_Clear
-  void* (*no_memory)(void);                                                   // PyErr_NoMemory
-  void* (*release_gil)(void);                                                 // PyEval_SaveThread
-  void (*take_gil)(void* thread);                                             // PyEval_RestoreThread
+typedef struct {                                                                  // by address, out of Python's C API
+  void* (*pointer_of)(void* capsule, const char* name);                           // PyCapsule_GetPointer
+  void* (*new_capsule)(void*, const char* name, void (*free)(void*));             // PyCapsule_New
+  void* (*new_function)(const void* definition, void* self, void* module);        // PyCFunction_NewEx
+  void* (*integer)(long);                                                         // PyLong_FromLong
+  void* (*call)(void* function, void* const* arguments, size_t, void* keywords);  // PyObject_Vectorcall
+  void (*forget)(void*);                                                          // Py_DecRef
+  void (*clear_error)(void);                                                      // PyErr_Clear
+  void* (*no_memory)(void);                                                       // PyErr_NoMemory
+  void* (*release_gil)(void);                                                     // PyEval_SaveThread
+  void (*take_gil)(void* thread);                                                 // PyEval_RestoreThread
   int (*describe)(void* tensor, void* dltensor);  // dltensor_from_py_object_no_sync of torch's DLPack table
-  void *no, *is_neg, *is_conj;                    // False; names of methods
+  void *no, *is_neg, *is_conj;                    // False; methods of tensors
 } a2a_python;
 A2A_API void a2a_python_bind(const a2a_python*);  // once, before anything below
 A2A_API void* a2a_prepared_create(void);          // a capsule

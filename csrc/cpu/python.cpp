@@ -73,7 +73,7 @@ bool contiguous(const DlTensor& t) {
 
 // Whether torch says False. Bits of a tensor that say what its memory stands for are no part of DLPack.
 bool denies(void* tensor, void* method) {
-  void* answer = python.call_method(method, &tensor, 1, nullptr);
+  void* answer = python.call(method, &tensor, 1, nullptr);
   if (answer) python.forget(answer);
   return answer == python.no;
 }
