@@ -6,6 +6,8 @@ bit. `python tests/shim_moe_push.py LAYER SEEDS` runs one.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import random
 import sys
@@ -24,7 +26,7 @@ from a2a.algorithms.moe_base import MoeSpec, Origins
 from moe_cases import assert_same_bits
 from moe_reference import Dispatched, Tokens
 from shim_build import Replacement, library
-from shim_host import FakeCuda, FakeTorch, Machine, Rank
+from shim_host import CLOSED_AT, OK_AT, FailedError, FakeCuda, FakeTorch, Machine, Rank
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SOURCES = ("moe_push_send", "moe_push_expand", "moe_push_sum")
@@ -74,6 +76,10 @@ class Layer:
         return MoeSpec(self.num_experts, self.top_k, self.hidden, self.max_tokens, self.dtype, self.alignment, self.max_rows,
                        self.overflow, self.wire, self.rows, self.layout, tuple(owners), self.wire_combine)  # fmt: skip
 
+    def compact_rows(self) -> int:
+        assert self.max_rows is not None
+        return min(self.max_rows, self.world_size * self.max_tokens)
+
     def reference(self) -> reference.Layer:
         return reference.Layer(self.world_size, self.num_experts, self.dtype, self.alignment, self.max_rows, self.wire,
                                self.wire_combine, self.spec().expert_to_rank)  # fmt: skip
@@ -89,6 +95,7 @@ def set_up(layer: Layer) -> dict[str, int]:
     m._PIECE_BYTES, m._SUM_THREADS = 512, 64
     spec, world = layer.spec(), layer.world_size
     m._CHUNK_BYTES = max(1, spec.max_tokens * spec.row_bytes // layer.chunks)
+    m._STAGING_BYTES = _STAGING_BYTES
     cut = _GEOMETRY_OF(spec, world)
     if layer.ring is not None:
         m._STAGING_BYTES = 2 * cut.ranges * layer.ring * (cut.slot_bytes + cut.meta_bytes)
@@ -109,7 +116,7 @@ def set_up(layer: Layer) -> dict[str, int]:
     return asks.defines
 
 
-_GEOMETRY_OF = moe_push.Geometry.of
+_GEOMETRY_OF, _STAGING_BYTES = moe_push.Geometry.of, moe_push._STAGING_BYTES
 
 
 class _Asked(Exception):
@@ -183,7 +190,7 @@ def make_round(layer: Layer, seed: int) -> Round:
     if layer.wire and r.random() < 0.3:
         payloads = [reference.quantise(t.x_TH, layer.wire) for t in tokens]
     received = reference.dispatch(of, tokens)
-    compact = reference.compact(of, tokens, received) if layer.layout == "compact" else None
+    compact = compacted(layer, tokens) if layer.layout == "compact" else None
     weighted = r.random() < 0.6
     variant = r.choice(["dots", "weighted", "plain"])
     out_rows, grads_rows, grads_weights, lengths = [], [], [], []
@@ -199,8 +206,7 @@ def make_round(layer: Layer, seed: int) -> Round:
         floats[: len(valid)][valid] = torch.randn(n, generator=g)
         grads_weights.append(floats)
         if compact:
-            most = layer.world_size * layer.max_tokens
-            height = len(compact[rank].rows) if layer.max_rows is None else min(layer.max_rows, most)
+            height = len(compact[rank].rows) if layer.max_rows is None else layer.compact_rows()
             of_tokens = torch.full((height, layer.hidden), float("nan"))
             of_tokens[: len(compact[rank].rows)] = torch.randn(len(compact[rank].rows), layer.hidden, generator=g)
             grads_rows.append(of_tokens.to(layer.dtype))
@@ -218,6 +224,16 @@ def make_round(layer: Layer, seed: int) -> Round:
     return made
 
 
+def compacted(layer: Layer, tokens: list[Tokens]) -> list[reference.Compact]:
+    """Tokens are numbered with those whose rows were dropped; as many as `max_rows` has room for are there."""
+    of = dataclasses.replace(layer.reference(), max_rows=None)
+    found = reference.compact(of, tokens, reference.dispatch(of, tokens))
+    if layer.max_rows is None:
+        return found
+    n = layer.compact_rows()
+    return [reference.Compact(c.rows[:n], c.row_index_R, c.origins[:n]) for c in found]
+
+
 def dispatched(
     layer: Layer, tokens: list[Tokens], got: Dispatched, compact: reference.Compact | None
 ) -> dict[str, Tensor]:
@@ -232,13 +248,13 @@ def dispatched(
         "overflow": torch.tensor([got.overflow], dtype=torch.int32),
     }
     if compact is not None:
-        expected["index"] = compact.row_index_R
+        expected["index"] = compact.row_index_R[: len(got.origins)]
     if layer.rows == "wire":
         assert layer.wire is not None
         keys = [None if o is None else (o.source, o.token) for o in got.origins] if compact is None else compact.origins
         quantised = [reference.quantise(t.x_TH, layer.wire) for t in tokens]
         q, scales = reference.quantise(torch.zeros(len(keys), layer.hidden, dtype=layer.dtype), layer.wire)
-        q, scales = q.view(torch.uint8), scales.contiguous().view(torch.uint8)
+        q, scales = q.view(torch.uint8), scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         for row, key in enumerate(keys):
             if key is not None:
                 q[row] = quantised[key[0]][0].view(torch.uint8)[key[1]]
@@ -303,23 +319,27 @@ class Calls:
                    "weights": weights, "rank": out.row_rank_R, "token": out.row_token_R, "k": out.row_k_R,
                    "overflow": out.overflow, "index": out.row_index_R, "scales": out.scales}  # fmt: skip
         got = {name: rank.get(tensor) for name, tensor in answers.items() if name in made.expected[me]}
-        del out, answers
+        self.routing = origins, weights
+        del out, answers, origins, weights
         for call in made.calls:
-            if call == "combine":
-                y = self.exchange.combine(rank.put(made.out_rows[me]), weights if made.weighted else None, origins)
-                got["y"] = rank.get(y)
-            elif call == "combine_backward":
-                rows = rank.put(made.out_rows[me]) if made.variant == "dots" else None
-                of_rows, of_weights = self.exchange.combine_backward(
-                    rank.put(made.grads_y[me]), rows, None if made.variant == "plain" else weights, origins
-                )
-                got["grad_rows"], got["grad_weights"] = rank.get(of_rows), rank.get(of_weights)
-            else:
-                of_x, of_weights = self.exchange.dispatch_backward(
-                    rank.put(made.grads_rows[me]), rank.put(made.grads_weights[me]), origins
-                )
-                got["grad_x"], got["grad_topk_weights"] = rank.get(of_x), rank.get(of_weights)
+            self.call(made, call, got)
         return got
+
+    def call(self, made: Round, call: str, got: dict[str, Tensor]) -> None:
+        """One of those that follow a dispatch."""
+        rank, me, (origins, weights) = self.rank, self.rank.rank, self.routing
+        if call == "combine":
+            y = self.exchange.combine(rank.put(made.out_rows[me]), weights if made.weighted else None, origins)
+            got["y"] = rank.get(y)
+        elif call == "combine_backward":
+            rows = rank.put(made.out_rows[me]) if made.variant == "dots" else None
+            used = None if made.variant == "plain" else weights
+            of_rows, of_weights = self.exchange.combine_backward(rank.put(made.grads_y[me]), rows, used, origins)
+            got["grad_rows"], got["grad_weights"] = rank.get(of_rows), rank.get(of_weights)
+        else:
+            grads, of_rows = rank.put(made.grads_rows[me]), rank.put(made.grads_weights[me])
+            of_x, of_weights = self.exchange.dispatch_backward(grads, of_rows, origins)
+            got["grad_x"], got["grad_topk_weights"] = rank.get(of_x), rank.get(of_weights)
 
 
 def compare(made: Round, rank: int, got: dict[str, Tensor], what: str) -> None:
@@ -352,12 +372,92 @@ def exchanges(layer: Layer, path: Path, seed: int) -> None:
             compare(made, rank, answers[rank][number], f"seed {seed}, round {number}")
 
 
+# ---- failures
+
+
+OPS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+CAUSES = {"absent": 1, "closed": 3, "mismatch": 4, "overflow": 6, "refused": 8, "out_of_range": 10}
+
+
+class Failing:
+    """A call in which one rank, the culprit, does otherwise; then one more of everybody."""
+
+    def __init__(self, layer: Layer, how: str, seed: int) -> None:
+        r = random.Random(seed)
+        self.layer, self.how, self.culprit = layer, how, r.randrange(layer.world_size)
+        self.op = "dispatch" if how in ("overflow", "out_of_range") else r.choice(OPS)
+        self.made = dataclasses.replace(make_round(layer, seed), calls=("combine",), variant="dots")
+
+    def program(self, rank: Rank) -> None:
+        calls = Calls(rank, self.layer)
+        made = self.made
+        calls.round(made)  # all goes well
+        rank.synchronize()
+        assert not rank.record, f"{rank.record:x}"
+        if rank.random.random() < 0.5:
+            rank.be_late(rank.random.randrange(5000))
+        if rank.rank == self.culprit and not self.otherwise(rank, calls):
+            return
+        with contextlib.suppress(FailedError):
+            self.call(calls, self.op)
+        rank.synchronize()
+        record = rank.record
+        self.check(rank, record)
+        with contextlib.suppress(FailedError):
+            self.call(calls, "combine")
+        rank.synchronize()
+        assert rank.record == record, "the record has changed"
+
+    def otherwise(self, rank: Rank, calls: Calls) -> bool:
+        """What the culprit does; whether it goes on with the call."""
+        if self.how == "closed":
+            for peer in range(rank.world_size):
+                rank.store(peer, CLOSED_AT + 8 * rank.rank, 1)
+        elif self.how == "refused":
+            calls.exchange.refuse(self.op, "")
+        elif self.how == "mismatch":
+            calls.exchange._asks[self.op] = ("something else", "something else")
+        return self.how in ("mismatch", "overflow", "out_of_range")
+
+    def call(self, calls: Calls, op: str) -> None:
+        rank, me, made = calls.rank, calls.rank.rank, self.made
+        if op == "dispatch":
+            tokens, ids = made.tokens[me], made.tokens[me].topk_ids_TK
+            x, scales = made.payloads[me]
+            if self.how == "out_of_range" and me == self.culprit:
+                ids, x = (
+                    torch.full((1, self.layer.top_k), self.layer.num_experts),
+                    torch.zeros(1, self.layer.hidden, dtype=x.dtype),
+                )
+                tokens = Tokens(x, ids)
+            elif self.how == "overflow":  # all tokens to one expert of the culprit's
+                expert = self.layer.spec().expert_to_rank.index(self.culprit)
+                x = torch.zeros(self.layer.max_tokens, self.layer.hidden, dtype=x.dtype)
+                tokens = Tokens(x, torch.full((self.layer.max_tokens, self.layer.top_k), expert))
+                ids = tokens.topk_ids_TK
+            calls.exchange.dispatch(rank.put(x), rank.put(scales), rank.put(ids), rank.put(tokens.topk_weights_TK))  # type: ignore[arg-type]
+        else:
+            calls.call(dataclasses.replace(made, calls=(op,)), op, {})
+
+    def check(self, rank: Rank, record: int) -> None:
+        cause, by, who = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF
+        told = f"rank {rank.rank} was told cause {cause} of rank {who} by rank {by}; the culprit is {self.culprit}: {self.how}"
+        mutual = self.how == "mismatch" and by == self.culprit
+        assert cause == CAUSES[self.how] and (who == self.culprit or mutual), told
+        assert rank.word(OK_AT, ctypes.c_uint32).value == 0, "ok is still set"
+
+
+def failures(layer: Layer, path: Path, seed: int, how: str) -> None:
+    machine = Machine(path, how, seed, layer.world_size)
+    machine.run(Failing(layer, how, seed).program)
+
+
 LAYERS = {
     "one_chunk": Layer(),
     "chunks": Layer(world_size=3, chunks=4, max_tokens=30, planned_apart=True),
     "one_rank": Layer(world_size=1, chunks=3, max_tokens=20, alignment=4),
     "eight_ranks": Layer(world_size=8, max_tokens=9, num_experts=17, top_k=4, hidden=16, summers=1, rounds=2),
-    "short_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=40, num_experts=4, top_k=2, hidden=24),
+    "short_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=14, num_experts=4, top_k=2, hidden=24, rounds=2),
     "ring_of_a_chunk": Layer(world_size=2, chunks=6, ring=5, max_tokens=48, hidden=16, max_rows=400, alignment=8),
     "ranges": Layer(
         world_size=2, senders=2, chunks=3, max_tokens=50, planned_apart=True, max_rows=200, overflow="drop"
@@ -385,16 +485,20 @@ LAYERS = {
 }
 
 
-def main(name: str, first: int, count: int) -> None:
+def main(name: str, first: int, count: int, *scenarios: str) -> None:
     layer = LAYERS[name]
     defines = set_up(layer)
     folder = Path(tempfile.gettempdir()) / "shim"
     folder.mkdir(exist_ok=True)
     path = library(folder, SOURCES, defines, layer.replacements())
     for seed in range(first, first + count):
-        exchanges(layer, path, seed)
+        for scenario in scenarios or ["exchanges"]:
+            if scenario == "exchanges":
+                exchanges(layer, path, seed)
+            else:
+                failures(layer, path, seed, scenario)
     print(name, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -225,9 +225,21 @@ __device__ inline std::uint32_t place_of(std::uint32_t home, std::uint32_t lane)
   return place;
 }
 
-__device__ inline bool has_failed(const Moe& m) {
+// wait.again(peer) where `peer` may itself wait for a rank that has not come: that one is named.
+__device__ inline bool again(Wait& wait, const Moe& m, std::uint32_t epoch, std::uint32_t peer) {
+  return wait.again(peer, [&](std::uint32_t blamed) {
+    for (std::uint32_t r = 0; r < kWorld; r++)
+      if (r != m.rank() && ptx::load_relaxed_sys(&m.place.control(m.rank())->headers[r][epoch % 2].request).x != epoch)
+        return r;
+    return blamed;
+  });
+}
+
+__device__ inline bool record_is_set(const Moe& m) {
   return ptx::load_relaxed_sys(&m.place.control(m.rank())->failure) != 0;
 }
+// Of a whole block, which must agree: the record may be set while it looks.
+__device__ inline bool has_failed(const Moe& m) { return __syncthreads_or(threadIdx.x == 0 && record_is_set(m)); }
 
 // A tile of a row: what a warp moves by bulk copies, through its part of shared memory.
 constexpr std::uint32_t kTiles = ceil_div(kRowBytes, TILE_BYTES);

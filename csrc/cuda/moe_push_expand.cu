@@ -41,8 +41,9 @@ struct Counts {
   std::uint32_t signals;   // not 0: as in Gate, all chunks of all sources must be there, too
 };
 
-__device__ inline void await_mark(Wait& wait, const std::uint64_t* word, std::uint64_t wanted, std::uint32_t peer) {
-  while (!has_reached(ptx::load_relaxed_sys(word), wanted) && wait.again(peer)) {
+__device__ inline void await_mark(Wait& wait, const Moe& m, const std::uint64_t* word, std::uint64_t wanted,
+                                  std::uint32_t peer) {
+  while (!has_reached(ptx::load_relaxed_sys(word), wanted) && again(wait, m, std::uint32_t(wanted >> 32), peer)) {
   }
   ptx::load_acquire_sys(word);
 }
@@ -52,7 +53,7 @@ __device__ inline void await_chunk(const Moe& m, Wait& wait, std::uint32_t epoch
                                    std::uint32_t signals) {
   for (std::uint32_t i = threadIdx.x; i < kWorld * signals; i += blockDim.x) {
     const std::uint32_t s = i / signals;
-    await_mark(wait, &m.stage_here().progress[s][i % signals], mark(epoch, chunk + 1), s);
+    await_mark(wait, m, &m.stage_here().progress[s][i % signals], mark(epoch, chunk + 1), s);
   }
 }
 
@@ -91,14 +92,14 @@ __device__ inline bool await_counts(const Moe& m, std::uint32_t epoch, std::uint
     std::uint64_t seen;
     do {
       seen = ptx::load_relaxed_sys(word);
-    } while (seen >> 32 != epoch && wait.again(s));
+    } while (seen >> 32 != epoch && again(wait, m, epoch, s));
     if (w >= kCountsAt)
       WorkspaceAt::first_rows(m)[(w - kCountsAt) * kWorld + s] = std::uint32_t(seen);
     else if (w >= kStartsAt)
       m.plan[PlanAt::kFrom + s * PlanAt::kStarts + w - kStartsAt] = std::int32_t(seen);
   }
   for (std::uint32_t b = threadIdx.x; b < kRanges; b += blockDim.x)  // this rank's own plan
-    await_mark(wait, &m.stage_here().progress[m.rank()][b], mark(epoch, 0), m.rank());
+    await_mark(wait, m, &m.stage_here().progress[m.rank()][b], mark(epoch, 0), m.rank());
   await_chunk(m, wait, epoch, kChunks - 1, signals);
   return !__syncthreads_or(wait.broken);
 }

@@ -289,7 +289,7 @@ struct Sender {
     if (c < depth) return true;
     if (t < kWorld && t != rank) {
       while (!has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[t]), mark(epoch, c - depth + 1)) &&
-             wait.again(t)) {
+             again(wait, m, epoch, t)) {
       }
       if (wait.broken) stop[team] = 1;
     }
@@ -397,10 +397,11 @@ __device__ void run(const Send& a) {
   if (threadIdx.x < kTeams) stop[threadIdx.x] = 0;
   ptx::launch_next();
   const std::uint32_t epoch = a.m.epoch();
+  const bool failed = threadIdx.x == 0 && record_is_set(a.m);
   if (blockIdx.x == 0)
     for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
       if (p != a.m.rank()) a.m.place.send_header(p, epoch, a.m.digest, a.m.tokens, 0);
-  __syncthreads();
+  if (__syncthreads_or(failed)) return;  // peers may still read what earlier calls have sent
   Sender sender(a, epoch);
   const bool planned = kChunks > 1 || sender.is_small();
   if constexpr (kPlan) {

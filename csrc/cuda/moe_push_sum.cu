@@ -315,7 +315,7 @@ struct Summer {
     for (std::uint32_t p = lane; p < kWorld; p += 32)
       while (p != m.rank() &&
              !has_reached(ptx::load_acquire_sys(&m.stage_here().consumed[p]), mark(epoch, c - depth + 1)) &&
-             wait.again(p)) {
+             again(wait, m, epoch, p)) {
       }
     __syncwarp();  // what one lane has acquired holds for all: a vote orders no memory
     return !__any_sync(kFull, wait.broken);
@@ -339,6 +339,7 @@ struct Summer {
   __device__ void sum(std::uint32_t* arrived) const {
     Wait wait(m.place, kWorld);
     std::uint32_t chunk_at = 0, step = 0, item = 0, source = 0, done = 0, room = 0;
+    bool failed = false;  // the same on all lanes
     Chunk chunk;
     auto fetch = [&]() {
       Item next;
@@ -364,9 +365,11 @@ struct Summer {
       return next;
     };
     pipeline<kWeighted, true>(fetch, [&](const Waiting& w, const Part& total) {
+      if (failed) return;
       signal(done, w.chunk, arrived);
       if (w.chunk >= room) {
-        if (!await_room(wait, w.chunk)) return;
+        failed = !await_room(wait, w.chunk);
+        if (failed) return;
         room = w.chunk + 1;
       }
       if (w.rows) store_sum(m.slot(w.owner, w.slot, epoch), P(w.number, lane), total);
@@ -378,7 +381,7 @@ struct Summer {
         back.grads[lane] = row >= 0 ? a.row_grads[row] : 0;
       }
     });
-    if (!wait.broken) signal(done, kChunks, arrived);
+    if (!failed) signal(done, kChunks, arrived);
   }
 
   // ---- finish: at the owner
@@ -467,9 +470,10 @@ template <bool kWeighted>
 __device__ void run_sum(const Sum& a) {
   __shared__ std::uint32_t arrived[kChunks];
   ptx::launch_next();
+  const bool failed = threadIdx.x == 0 && record_is_set(a.m);
   for (std::uint32_t c = threadIdx.x; c < kChunks; c += kThreads) arrived[c] = 0;
   send_headers(a.m);
-  __syncthreads();
+  if (__syncthreads_or(failed)) return;  // peers may still read what earlier calls have sent
   Summer(a).sum<kWeighted>(arrived);
 }
 

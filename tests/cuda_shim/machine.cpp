@@ -61,8 +61,10 @@ std::vector<Fiber*> all_fibers, spare_fibers;  // stacks are used again by later
 std::vector<Block*> all_blocks;
 World* world = nullptr;
 
+bool waits_for(const Fiber* f, const char* what) { return f->waits && std::strcmp(f->waits, what) == 0; }
+
 void look_again(Stream& s) {
-  if (s.fiber && s.fiber->waits && std::strcmp(s.fiber->waits, "work") == 0) make_ready(s.fiber);
+  if (s.fiber && waits_for(s.fiber, "work")) make_ready(s.fiber);
 }
 
 // Each has seen what all of them have.
@@ -108,7 +110,7 @@ void end_launch(Launch* launch) {
   for (auto& l : s.running)
     for (Block* b : l->blocks)
       for (Fiber* f : b->fibers)
-        if (f->waits && std::strcmp(f->waits, "the launch before") == 0) make_ready(f);
+        if (waits_for(f, "the launch before")) make_ready(f);
   look_again(s);
 }
 
@@ -460,7 +462,7 @@ void Device::synchronize() {
   DeviceState& d = *state;
   auto idle = [&] {
     for (const Stream& s : d.streams)
-      if (!s.queue.empty() || !s.running.empty()) return false;
+      if (s.fiber && !(s.queue.empty() && s.running.empty() && waits_for(s.fiber, "work"))) return false;
     return true;
   };
   while (!idle()) {
