@@ -184,8 +184,12 @@ def _reduction(
     return None
 
 
+def _key(asked: Request) -> str:
+    return f"{asked.op}|{asked.dtype}|{asked.num_bytes}|{asked.detail}"
+
+
 def _algorithm(comm: Communicator, asked: Request) -> Reduction:
-    key = f"{asked.op}|{asked.dtype}|{asked.num_bytes}|{asked.detail}"
+    key = _key(asked)
     plan: Plan | None = comm.plans.get(key)
     if plan is None:
         if len(comm.plans) >= _MOST_KEPT:
@@ -193,6 +197,24 @@ def _algorithm(comm: Communicator, asked: Request) -> Reduction:
         plan = comm.plans[key] = choose(asked, comm)
     assert isinstance(plan.algorithm, Reduction)
     return plan.algorithm
+
+
+def why_handed_over(comm: Communicator, kind: str, tensor: torch.Tensor, reduce_op: Any) -> str | None:
+    """Why the group's own engine does a call with this input; None: a2a does it. `kind` is what the planner calls it."""
+    detail = () if kind == "all_gather" else (("reduce_op", _NAMES.get(reduce_op, "premul_sum")),)
+    asked = Request(kind, tensor.dtype, tensor.numel() * tensor.element_size(), detail)
+    algorithm = _algorithm(comm, asked)
+    if not algorithm.baseline:
+        return None
+    plan: Plan = comm.plans[_key(asked)]
+    return dict(plan.rejected).get("two_shot", f"{algorithm.name} is planned")
+
+
+def reduce_op_of(given: Any) -> Any:
+    """A ReduceOp object as the member of the enumeration that it equals, if it does; None: SUM."""
+    if given is None or type(given) is _ReduceOp:
+        return dist.ReduceOp.SUM if given is None else given
+    return next((known for known in _NAMES if given == known), given)
 
 
 def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: bool) -> None:
@@ -205,7 +227,7 @@ def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: 
 def _reduce_name(op: str, reduce_op: Any, tensor: torch.Tensor) -> str:
     if not isinstance(reduce_op, (dist.ReduceOp, _ReduceOp)):
         raise TypeError(f"{op}: op must be a torch.distributed.ReduceOp; got {reduce_op!r} of {type(reduce_op)}")
-    name = next((name for known, name in _NAMES.items() if reduce_op == known), "premul_sum")
+    name = _NAMES.get(reduce_op_of(reduce_op), "premul_sum")
     if name == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"{op}: AVG takes floating point numbers; got {tensor.dtype}. Use SUM and divide as you need")
     return name
