@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -310,6 +313,28 @@ def absent(count: int, how: str) -> None:
     comm.close()
 
 
+def killed_in_the_middle(kind: str, delay_s: float) -> None:
+    """Rank 1 is killed while it reduces; until then every result is right."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rng = random.Random(1)  # the same sizes on all ranks
+    comm = a2a.communicator(timeout=60)
+    whole = memory(kind, 400_000, torch.float32, comm)
+    if rank == 1:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def until_it_fails() -> None:
+        while True:
+            tensor = whole[: rng.choice([10, 20_000, 400_000])].fill_(float(rank))
+            a2a.all_reduce(tensor, group=comm)
+            assert torch.equal(tensor, torch.full_like(tensor, float(sum(range(world_size)))))
+
+    with soon(delay_s + NOTICED_S), pytest.raises(a2a.PeerTimeoutError, match="rank 1 died") as caught:
+        until_it_fails()
+    assert caught.value.peer == 1
+    assert int(comm.ok) == 0
+    comm.close()
+
+
 @pytest.mark.ranks(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_sums_are_taken_in_rank_order_at_every_size(world: World, kind: str) -> None:
@@ -396,3 +421,10 @@ def test_a_rank_that_asks_for_something_else_is_found_out_by_all(world: World, n
 @pytest.mark.parametrize("how", ["dead", "late"])
 def test_an_absent_rank_is_named(world: World, count: int, how: str) -> None:
     world.run(absent, expect_dead=(1,) if how == "dead" else (), count=count, how=how)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_a_rank_that_is_killed_while_it_reduces_is_named(world: World, kind: str) -> None:
+    for delay_s in (0.05, 0.2):
+        world.run(killed_in_the_middle, expect_dead=(1,), kind=kind, delay_s=delay_s)
