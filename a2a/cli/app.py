@@ -189,7 +189,7 @@ def bench(
     memories = parse.words(memory or ("ordinary" if through == "dist" else "symmetric"), ("symmetric", "ordinary"),
                            "--memory")  # fmt: skip
     if algorithm is not None:
-        _with_algorithm("moe" if op == "moe" else "all_to_all", algorithm)
+        _with_algorithm("all_to_all" if op == "all_to_allv" else op, algorithm)
     request = command.Request(
         op=op,
         command=" ".join(["a2a", *sys.argv[1:]]),

@@ -83,6 +83,20 @@ A2A_API void a2a_prepared_add(void* capsule, void* output, void* input, const a2
 A2A_API void a2a_prepared_clear(void* capsule);
 A2A_API size_t a2a_prepared_count(void* capsule);
 
+// --- all-reduce, reduce-scatter and all-gather of contiguous memory, prepared as above
+enum { A2A_ALL_REDUCE = 0, A2A_REDUCE_SCATTER = 1, A2A_ALL_GATHER = 2 };
+typedef struct {
+  a2a_context* context;
+  uint32_t request, kind;
+  uint32_t dtype, reduce;  // Dtype and ReduceOp of simd.h; not looked at by an all-gather
+  uint32_t two_shot, unused;
+  uint64_t
+      count;  // elements of the tensor (all-reduce) or of a rank's share (reduce-scatter); bytes of a share (all-gather)
+} a2a_reduction;
+A2A_API size_t a2a_one_shot_bytes(void);  // the most that a rank may put into a one-shot
+A2A_API int a2a_reduce(const a2a_reduction*, void* out, const void* in);
+A2A_API a2a_ticket* a2a_submit_reduction(const a2a_reduction*, void* out, const void* in);
+
 // --- the same, on the progress thread: first in first out with all else on this context
 A2A_API a2a_ticket* a2a_submit(a2a_context*, uint32_t request, void* const* out, const uint64_t* recv_bytes,
                                const void* const* in, const uint64_t* send_bytes);
