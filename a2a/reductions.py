@@ -61,8 +61,8 @@ def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, asyn
         return _traced("all_reduce", tensor, op, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "all_reduce", tensor)
     if not async_op and type(tensor) is _Tensor:
-        ready = comm.prepared.get(("all_reduce", op, tensor.dtype, tensor.shape)) if type(op) is _ReduceOp else None
-        if ready is not None and tensor.get_device() == -1 and tensor.is_contiguous() and not _profiling():
+        ready = comm.repeated.get(("all_reduce", op, tensor.dtype, tensor.shape)) if type(op) is _ReduceOp else None
+        if ready is not None and tensor.get_device() == -1 and _is_plain(tensor) and not _profiling():
             address = tensor.data_ptr()
             result = ready.call(ready.address, address, address)
             if result:
@@ -122,15 +122,20 @@ def all_gather_into_tensor(
 _ReduceOp = type(dist.ReduceOp.SUM)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values, in order: no view that negates or conjugates them."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
 def _run_prepared(comm: Communicator, op: str, reduce_op: Any, output: Any, input: Any) -> bool:
     """Make the call if one like it was made before."""
     if not (type(input) is type(output) is _Tensor):
         return False
-    ready = comm.prepared.get((op, reduce_op, input.dtype, input.shape, output.shape))
+    ready = comm.repeated.get((op, reduce_op, input.dtype, input.shape, output.shape))
     if (
         ready is None
         or output.dtype is not input.dtype
-        or not (input.is_contiguous() and output.is_contiguous())
+        or not (_is_plain(input) and _is_plain(output))
         or not input.get_device() == output.get_device() == -1
         or _profiling()
     ):
@@ -176,11 +181,11 @@ def _reduction(
     finish()
     ready = algorithm.prepare(comm, asked, request, target)
     if ready is not None:
-        if len(comm.prepared) >= _MOST_KEPT:
-            comm.prepared.clear()
+        if len(comm.repeated) >= _MOST_KEPT:
+            comm.repeated.clear()
         shapes = (inp.shape,) if in_place else (inp.shape, out.shape)
         if reduce_op is None or type(reduce_op) is _ReduceOp:  # a ReduceOp object has no hash
-            comm.prepared[(op, reduce_op, inp.dtype, *shapes)] = ready
+            comm.repeated[(op, reduce_op, inp.dtype, *shapes)] = ready
     return None
 
 
