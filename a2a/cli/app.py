@@ -117,11 +117,50 @@ def topo(
     device: Annotated[
         str, typer.Option(help="cpu: who shares the host's memory; cuda: whose GPUs reach each other, rank r on GPU r.")
     ] = "cpu",
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Say which expert- or tensor-parallel groups the rank order puts across domains, and an order that "
+            "doesn't; exit with 1 if there are any. Groups are --group-size consecutive ranks, or ranks --stride apart.",
+        ),
+    ] = False,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="--check: ranks of a group: EP or TP. Default: the largest number that divides every domain.",
+        ),
+    ] = None,
+    stride: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="--check: distance of a group's ranks: 1 for TP and EP as Megatron and TorchTitan make them (their "
+            "innermost dimensions); the TP size where EP leaves TP's ranks out.",
+        ),
+    ] = 1,
+    groups: Annotated[
+        str | None, typer.Option(help="--check: these groups instead, as 0-3,8/4-7,9: each rank in one at most.")
+    ] = None,
+    ranks_file: Annotated[
+        Path | None,
+        typer.Option(help="--check: write the better order here, a line a rank; see what --check prints."),
+    ] = None,
 ) -> int:
     """Which ranks can load and store each other's memory, and how fast the links are."""
     from a2a.cli import topo as command
+    from a2a.cli import topo_check
 
-    return command.run(topology, ranks, json, plot, device)
+    if not check and (group_size is not None or groups is not None or ranks_file is not None or stride != 1):
+        raise ValueError("--group-size, --stride, --groups and --ranks-file say what --check does; add --check")
+    if groups is not None and (group_size is not None or stride != 1):
+        raise ValueError("--groups lists the groups; leave --group-size and --stride out")
+    if not check:
+        return command.run(topology, ranks, json, plot, device)
+    listed = None if groups is None else parse.groups(groups)
+    request = topo_check.Request(listed, group_size, stride, ranks_file)
+    return topo_check.run(request, command.find(topology, ranks, device), json)
 
 
 @app.command()
