@@ -30,7 +30,7 @@ class Placement:
         split: indices of the groups that are in several domains.
         order: the better order; None where the present one is as good as any that was found.
         split_after: indices of the groups that are in several domains even so.
-        distribution: the better order as a word for Slurm's `--distribution`, its nodes being the domains; "" if there is none.
+        distribution: the better order as a word for Slurm's `--distribution`, where nodes are the domains; "" if none.
         reason: why `split_after` isn't empty; "" if it is.
     """
 
