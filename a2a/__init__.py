@@ -36,6 +36,7 @@ else:
     from a2a.integrations.patch import patched
     from a2a.moe import ExpertParallel, Routing
     from a2a.ops import all_to_all, all_to_all_single
+    from a2a.reductions import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
     from a2a.work import Work
 
     c10d_backend.register()
@@ -53,9 +54,12 @@ __all__ = [
     "UnsupportedError",
     "Work",
     "__version__",
+    "all_gather_into_tensor",
+    "all_reduce",
     "all_to_all",
     "all_to_all_single",
     "communicator",
     "patched",
+    "reduce_scatter_tensor",
     "topology",
 ]

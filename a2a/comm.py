@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from a2a.config import config
 from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
 from a2a.kernels import cpu
+from a2a.kernels.prepared import prepared
 from a2a.topology import Topology, resolve
 from a2a.transport import candidates
 from a2a.transport.base import Exchange, Transport, Wiring
@@ -87,13 +88,15 @@ class Communicator:
         self._completions: queue.SimpleQueue[Work | None] | None = None
         self._owned: list[Callable[[], None]] = []
         self.plans: dict[str, Any] = {}  # of each op, once made
-        self.prepared: dict[Any, Any] = {}  # calls that were made before, by shapes and dtype; void after a renewal
+        self.prepared = prepared(self.device_type)  # all-to-alls that were made before; void after a renewal
+        self.repeated: dict[Any, Any] = {}  # other calls that were, by what tells them apart; void, too
         self.handed_over: dict[str, int] = {}
         for transport in candidates():
             reason = transport.unavailable(self.topology, self.device_type) or refused or None
             if reason is None:
                 self.transport = transport.open(Wiring(exchange, rank, self.topology, timeout_s, self.device))
                 self.transport.on_renewal(self.prepared.clear)
+                self.transport.on_renewal(self.repeated.clear)
                 break
             self.why_no_transport[transport.name] = reason
         self.handle = self.transport.handle if self.transport else 0
@@ -166,6 +169,7 @@ class Communicator:
             return
         self._closed = True
         self.prepared.clear()  # they name the transport's handle
+        self.repeated.clear()
         for release in reversed(self._owned):
             release()
         if self.transport:

@@ -1,9 +1,9 @@
 """The collectives of tensors, with torch.distributed's names, arguments and meaning.
 
-A call that repeats an earlier one (same shapes and dtypes, even, synchronous) takes the fast way: one dictionary look-up and
-one call into C. Everything else is checked here, in this order: what one rank can see by itself raises ValueError or
-TypeError on that rank, whose peers are told with the communicator still in step; what only shows between ranks is found by
-the kernels.
+A call that repeats an earlier one (same shapes and dtypes, even, synchronous) takes the fast way: one call into C, which
+knows it again (`a2a/kernels/prepared.py`). Everything else is checked here, in this order: what one rank can see by itself
+raises ValueError or TypeError on that rank, whose peers are told with the communicator still in step; what only shows
+between ranks is found by the kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from a2a.work import Work
 # Sizes may differ between ranks and the algorithm may not: one plan, at this size, serves every all-to-all of a
 # communicator.
 _PLANNED_BYTES = 1 << 20
-_MOST_PREPARED = 1024
 _CPU = torch.device("cpu")
 _DLPACK_CUDA = 2  # DLPack's number for CUDA memory
 _Tensor = torch.Tensor
@@ -70,22 +69,13 @@ def all_to_all_single(
         and input_split_sizes is None
         and not async_op
         and type(input) is type(output) is _Tensor
+        and not _profiling()
     ):
-        even = comm.prepared.get((input.dtype, input.shape, output.shape))
-        if (
-            even is not None
-            and output.dtype is input.dtype
-            and input.is_contiguous()
-            and output.is_contiguous()
-            and input.get_device() == even.device == output.get_device()
-            and not _profiling()
-        ):
-            to, of = output.data_ptr(), input.data_ptr()
-            if not -even.num_bytes < to - of < even.num_bytes:
-                result = even.call(even.address, to, of)
-                if result:
-                    comm.raise_failure(result, "all_to_all_single")
-                return None
+        result = comm.prepared.again(output, input)
+        if result == 0:
+            return None
+        if result > 0:
+            comm.raise_failure(result, "all_to_all_single")
     with _named("all_to_all_single"):
         return _all_to_all_single(comm, output, input, output_split_sizes, input_split_sizes, async_op)
 
@@ -169,9 +159,7 @@ def _all_to_all_single(
         if output_splits is None and input_splits is None:
             prepared = algorithm.prepare_even(comm, request, source.numel() * source.element_size())
             if prepared is not None:
-                if len(comm.prepared) >= _MOST_PREPARED:
-                    comm.prepared.clear()
-                comm.prepared[(inp.dtype, inp.shape, out.shape)] = prepared
+                comm.prepared.add(out, inp, prepared)
     else:
         outputs, inputs = list(torch.split(target, out_rows)), list(torch.split(source, in_rows))
         if async_op:

@@ -1,5 +1,5 @@
-// The least that an exchange between two ranks of this machine takes: what it cannot do without, and nothing else. Compiled and
-// called by bounds.py; the copies are the library's own (csrc/cpu/simd_copy.h) and libc's.
+// The least that an exchange between two ranks of this machine takes: what it cannot do without, and nothing else. Compiled by
+// bounds.py, called by bounds_ranks.py; the copies are the library's own (csrc/cpu/simd_copy.h) and libc's.
 //
 // Both ranks call the same function at the same time. It moves a send buffer of two halves, one for each rank, tells the peer, and
 // returns once the peer has told, too. There is no request to agree on, no failure, no deadline, and nobody asks
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../csrc/cpu/a2a.h"
 #include "../csrc/cpu/simd_copy.h"
 
 namespace {
@@ -58,6 +59,17 @@ static void finish(Exchange& x) {
   await(x.theirs->done, x.epoch);
 }
 
+typedef int (*Call)(void* what, void* out, const void* in);
+
+// Many calls in one: what Python takes to call C is measured by itself.
+extern "C" int bound_repeat(Call call, void* what, void* out, const void* in, std::uint32_t times) {
+  for (std::uint32_t i = 0; i < times; i++)
+    if (int error = call(what, out, in)) return error;
+  return 0;
+}
+
+extern "C" int bound_nothing(void*, void*, const void*) { return 0; }
+
 // Nothing moves: two processes exchange a cache line each.
 extern "C" int bound_flag(Exchange* x, void*, const void*) {
   finish(*x);
@@ -70,6 +82,29 @@ extern "C" int bound_copy(Exchange* x, void* out, const void* in) {
   kCopies[x->copy](x->peer_out, from + x->peer_half, x->bytes);
   kCopies[x->copy](static_cast<u8*>(out) + x->own_half, from + x->own_half, x->bytes);
   finish(*x);
+  return 0;
+}
+
+// The same, the own half while the peer's travels.
+extern "C" int bound_push(Exchange* x, void* out, const void* in) {
+  const u8* from = static_cast<const u8*>(in);
+  kCopies[x->copy](x->peer_out, from + x->peer_half, x->bytes);
+  tell(x->mine->done, ++x->epoch);
+  kCopies[x->copy](static_cast<u8*>(out) + x->own_half, from + x->own_half, x->bytes);
+  await(x->theirs->done, x->epoch);
+  return 0;
+}
+
+// Ordinary tensors, two copies: the remote half by way of shared memory in one piece, of which there are two, used in turn. A rank
+// that has told of its call e + 1 is done with e, so the piece is free without another word.
+extern "C" int bound_slot(Exchange* x, void* out, const void* in) {
+  const u8* from = static_cast<const u8*>(in);
+  const std::size_t place = (++x->epoch & 1) * (kSlots / 2 * kSlot);
+  kCopies[x->copy](x->peer_ring + place, from + x->peer_half, x->bytes);
+  tell(x->mine->done, x->epoch);
+  kCopies[x->copy](static_cast<u8*>(out) + x->own_half, from + x->own_half, x->bytes);
+  await(x->theirs->done, x->epoch);
+  kCopies[x->copy](static_cast<u8*>(out) + x->peer_half, x->ring + place, x->bytes);
   return 0;
 }
 
@@ -116,4 +151,44 @@ extern "C" int bound_read(Exchange* x, void* out, const void* in) {
   kCopies[x->copy](to + x->own_half, from + x->own_half, x->bytes);
   finish(*x);
   return 0;
+}
+
+// The least that CPython takes to bring two tensors to C and wait there without the GIL: no foreign-function layer, nothing looked
+// up in Python, nothing checked.
+static a2a_python python;
+
+struct Least {  // what a function is bound to
+  Call call;
+  void* what;
+};
+
+static void* least(void* capsule, void* const* tensors, std::ptrdiff_t) {
+  struct {
+    void* data;
+    std::int32_t device_type, device_id, ndim;
+    std::uint32_t dtype;
+    std::int64_t *shape, *strides;
+    std::uint64_t byte_offset;
+  } out, in;  // DLTensor
+  const Least* bound = static_cast<const Least*>(python.pointer_of(capsule, "bound"));
+  if (python.describe(tensors[0], &out) || python.describe(tensors[1], &in)) return nullptr;
+  void* thread = python.release_gil();
+  const int result = bound->call(bound->what, out.data, in.data);
+  python.take_gil(thread);
+  return python.integer(result);
+}
+
+// A function of Python's that calls `bound`, which stays the caller's, with the memory of two tensors.
+extern "C" void* bound_function(const a2a_python* functions, Least* bound) {
+  static const struct {
+    const char* name;
+    void* (*function)(void*, void* const*, std::ptrdiff_t);
+    int flags;
+    const char* doc;
+  } definition = {"least", least, 0x80, nullptr};  // PyMethodDef, METH_FASTCALL
+  python = *functions;
+  void* capsule = python.new_capsule(bound, "bound", nullptr);
+  void* function = python.new_function(&definition, capsule, nullptr);
+  python.forget(capsule);
+  return function;
 }

@@ -3,15 +3,26 @@
     python bench/bounds.py [--out bench/results/cpu_bounds.jsonl] [--only 4K,64M] [--budget SECONDS]
     python bench/bounds.py --table bench/results/cpu_bounds.jsonl
 
-Two ranks time gloo, MPI, a2a and the least that such an exchange takes (`bounds.cpp`), alternating in one run. A floor asks
-for a time: the baseline's p50 divided by it. A bound longer than that forbids the floor here; a shorter one leaves the
-difference to a2a as work to do. The table shows, for every floor of two ranks, what the bound allows: in bold where that is
-less than the floor. The bounds:
+Two ranks time gloo, MPI, a2a and the least that such an exchange takes, alternating in one run (`bounds_ranks.py`). A floor
+asks for a time: the baseline's p50 divided by it. A bound longer than that forbids the floor here; a shorter one leaves the
+difference to a2a as work to do. What is timed for bounds:
 
-* `flag`: both ranks store one word and wait for the other's, through one call of ctypes with a2a's arguments. Nothing moves.
-* `copy` (symmetric tensors): each half of the send buffer is copied once, then a flag.
-* `staged` (ordinary tensors): the remote half through a ring in shared memory, so twice; the own half once.
-* `read` (ordinary tensors): the remote half through `process_vm_readv`, the own half by a copy, then a flag.
+* **exchanges** in C (`bounds.cpp`), many to a call:
+  `copy`, `push`   symmetric tensors: each half of the send buffer is copied once, and a word is stored each way, after both
+                   copies or between them;
+  `staged`, `slot` all tensors: the remote half through shared memory, so twice; a ring of slots, or one piece at once;
+  `read`           all tensors: the remote half through `process_vm_readv`, the own half by a copy, then a word;
+* **a call**: what Python takes to bring two tensors to a C function that returns at once: `data_ptr()` of both and a call
+  through ctypes, or a function that CPython calls by itself and that asks DLPack's exchange table. Whichever is cheaper;
+* **torch**: `dist.all_to_all_single` on the smallest backend in Python, which does nothing; and, to compare, in C++;
+* up to 1M, **whole** calls: `push`, `slot` and `read` called from Python in the cheaper way, and **through torch** by the
+  smallest backend. They may take more than their parts: caches are colder, and the ranks wait for each other's Python.
+
+The bound of a floor is the fastest whole call, or of larger sizes the sum of the parts.
+
+`flag` is an exchange of which nothing is left but the words. `checks` is what Python takes to compare dtype, shape,
+contiguity and device of two tensors: no safe call does without them, but they need not be made in Python, so they are in no
+bound.
 
 Copies are libc's memcpy or, past the cache, the library's own (`stream`); what is faster counts. So these are bounds for the
 ways that are known here, not proofs that no other way exists.
@@ -21,25 +32,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import dataclasses
-import mmap
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from bounds_ranks import Request, work
 from run_cpu import FLOORS, SIZES, Floor
 
 from a2a.cli import parse, show
-from a2a.cli.ranks import Emit, find_mpi, mpi_world, run_ranks
+from a2a.cli.ranks import find_mpi, run_ranks
 from a2a.errors import UnsupportedError
 from a2a.kernels import cpu
-from a2a.measure import Contender, Line
+from a2a.measure import Line
 
 FOLDER = Path(__file__).resolve().parent
 ISA_FLAGS = {  # as in csrc/CMakeLists.txt
@@ -47,31 +55,8 @@ ISA_FLAGS = {  # as in csrc/CMakeLists.txt
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
     "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 }
-COPIES = ("memcpy", "stream", "lines")  # kCopies in bounds.cpp
-MEMCPY_MOST, STREAM_LEAST = 4 << 20, 256 << 10  # bytes of a half: beyond them, that copy is far behind the other
-WORDS, SLOT, SLOTS = 256, 256 << 10, 4  # bytes of a rank's words; and as in bounds.cpp
-WORD_BYTES = 16 * 2 * WORDS  # for up to 16 bounds
-
-
-@dataclass(frozen=True)
-class Request:
-    """What every rank is sent."""
-
-    library: str
-    sizes: tuple[int, ...]
-    budget_s: float
-    with_mpi: bool
-    command: str
-
-
-class Exchange(ctypes.Structure):
-    """`Exchange` in bounds.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("mine", "theirs", "peer_out", "ring", "peer_ring", "bounce")),
-        *((name, ctypes.c_uint64) for name in ("own_half", "peer_half", "bytes", "peer_pid", "peer_input")),
-        *((name, ctypes.c_uint32) for name in ("copy", "past_cache", "epoch", "count")),
-    )
+EXCHANGES = ("staged", "slot", "read")  # of any tensors; of symmetric ones also
+SYMMETRIC = ("copy", "push")
 
 
 def compile_library(folder: Path) -> Path:
@@ -83,217 +68,42 @@ def compile_library(folder: Path) -> Path:
     return target
 
 
-# ------------------------------------------------------------------------------------------------------ on both ranks
-
-
-@contextlib.contextmanager
-def shared_memory(rank: int, num_bytes: int) -> Iterator[mmap.mmap]:
-    """Memory that both ranks map, every page touched: anonymous, as a2a's."""
-    import torch.distributed as dist
-
-    fd = os.memfd_create("bounds") if rank == 0 else -1
-    if rank == 0:
-        os.ftruncate(fd, num_bytes)
-    told: list[Any] = [None] * 2
-    dist.all_gather_object(told, (os.getpid(), fd))
-    if rank != 0:
-        fd = os.open(f"/proc/{told[0][0]}/fd/{told[0][1]}", os.O_RDWR)
-    memory = mmap.mmap(fd, num_bytes)
-    memory[:: mmap.PAGESIZE] = bytes(-(-num_bytes // mmap.PAGESIZE))
-    dist.barrier()
-    os.close(fd)
-    yield memory
-
-
-def bounds(exchange: Any, library: ctypes.CDLL, memory: mmap.mmap) -> list[Contender]:
-    """The bounds of one cell, as contenders; `memory` is of `memory_bytes` bytes.
-
-    Each has buffers of its own, as all other contenders have: what one leaves in the caches is no help to the next.
-    """
-    import torch
-    import torch.distributed as dist
-
-    rank, half, pages = exchange.rank, exchange.num_bytes // 2, _pages(exchange.num_bytes)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    rings = base + WORD_BYTES
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    bounce = torch.zeros(SLOT, dtype=torch.uint8)
-    made: list[Contender] = []
-
-    def shared(place: int) -> torch.Tensor:
-        at = WORD_BYTES + 2 * SLOTS * SLOT + place * pages
-        return flat[at : at + exchange.num_bytes].view(exchange.dtype)
-
-    def add(
-        name: str, function: str, copy: str = "memcpy", *, symmetric: bool = False, past_cache: bool = False
-    ) -> None:
-        if symmetric:
-            place = 4 * COPIES.index(copy)  # of two inputs and two outputs
-            source, output, peer_output = shared(place + rank), shared(place + 2 + rank), shared(place + 3 - rank)
-        else:
-            source = torch.empty(exchange.num_bytes // exchange.dtype.itemsize, dtype=exchange.dtype)
-            output = peer_output = torch.empty_like(source)
-        exchange.fill(source)
-        told: list[Any] = [None] * 2
-        dist.all_gather_object(told, (os.getpid(), source.data_ptr()))
-        words = base + len(made) * 2 * WORDS
-        one = Exchange(
-            mine=words + rank * WORDS,
-            theirs=words + (1 - rank) * WORDS,
-            peer_out=peer_output.data_ptr() + rank * half,
-            ring=rings + rank * SLOTS * SLOT,
-            peer_ring=rings + (1 - rank) * SLOTS * SLOT,
-            bounce=bounce.data_ptr(),
-            own_half=rank * half,
-            peer_half=(1 - rank) * half,
-            bytes=half,
-            peer_pid=told[1 - rank][0],
-            peer_input=told[1 - rank][1] + rank * half,
-            copy=COPIES.index(copy),
-            past_cache=past_cache,
-        )
-        made.append(_contender(name, library, function, one, output, source, exchange, (source, bounce, memory)))
-
-    add("flag", "bound_flag")
-    if half > MEMCPY_MOST:  # no bound, as it is slower: what copying several pages at a time gains
-        add("line by line", "bound_copy", "lines", symmetric=True)
-    for copy in COPIES[:2]:
-        if (copy == "memcpy" and half > MEMCPY_MOST) or (copy == "stream" and half < STREAM_LEAST):
-            continue
-        add(f"copy by {copy}", "bound_copy", copy, symmetric=True)
-        add(f"staged by {copy}", "bound_staged", copy)
-        add(f"read and {copy}", "bound_read", copy)
-    if half >= STREAM_LEAST:
-        add("read in parts and stream", "bound_read", "stream", past_cache=True)
-    return made
-
-
-def _contender(
-    name: str,
-    library: ctypes.CDLL,
-    function: str,
-    one: Exchange,
-    output: Any,
-    source: Any,
-    exchange: Any,
-    keep: tuple[Any, ...],
-) -> Contender:
-    import torch
-    import torch.distributed as dist
-
-    from a2a.cli.exchanges import POISON
-
-    call: Callable[[int, int, int], int] = getattr(library, function)
-    call.restype, call.argtypes = ctypes.c_int, (ctypes.c_void_p,) * 3  # type: ignore[attr-defined]
-    address, to, of = ctypes.addressof(one), output.data_ptr(), source.data_ptr()
-
-    def run() -> None:
-        call(address, to, of)
-
-    def check() -> int:
-        output.view(torch.uint8).fill_(POISON)
-        dist.barrier()  # a bound does not ask whether the peer's memory is free
-        result = call(address, to, of)
-        dist.barrier()
-        if result:
-            raise UnsupportedError("this rank may not read its peer's memory")
-        return 0 if function == "bound_flag" else exchange.wrong(output)
-
-    run.keep = (one, *keep)  # type: ignore[attr-defined]  # what the addresses point into
-    return Contender(f"bound {name}", run, check, algorithm=name, optional=True)
-
-
-def library_call(exchange: Any, comm: Any, memory: str) -> Contender:
-    """What `a2a.all_to_all_single` calls in the end, alone: the rest of its time is its checks, in Python."""
-    import torch
-
-    import a2a
-    from a2a.cli.exchanges import contender
-
-    count = exchange.num_bytes // exchange.dtype.itemsize
-    make = comm.empty if memory == "symmetric" else torch.empty
-    source, output = make(count, dtype=exchange.dtype), make(count, dtype=exchange.dtype)
-    a2a.all_to_all_single(output, source, group=comm)
-    prepared = comm.prepared[source.dtype, source.shape, output.shape]
-    call, address, to, of = prepared.call, prepared.address, output.data_ptr(), source.data_ptr()
-
-    def run(keep: object = source) -> None:
-        call(address, to, of)
-
-    return contender(f"call {memory}", exchange, source, output, run, algorithm=memory)
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def memory_bytes(num_bytes: int) -> int:
-    """Words, rings, and two inputs and two outputs of so many bytes for each kind of copy."""
-    return WORD_BYTES + 2 * SLOTS * SLOT + 4 * len(COPIES) * _pages(num_bytes)
-
-
-def work(request: Request, emit: Emit) -> None:
-    """Measure every size; on each rank."""
-    import torch
-    import torch.distributed as dist
-
-    import a2a
-    from a2a.cli.exchanges import Exchange as Cells
-    from a2a.cli.exchanges import a2a_contender, dist_contender, memcpy_contender, mpi_contender
-    from a2a.measure import Cell, Control, alternate, environment
-
-    control, library = Control(), ctypes.CDLL(request.library)
-    group = dist.new_group(backend="a2a")
-    world = mpi_world(2) if request.with_mpi else None
-    for size in request.sizes:
-        exchange = Cells.of_bytes("all_to_all", size, torch.float32, control.rank, 2)
-        with a2a.communicator() as comm, shared_memory(control.rank, memory_bytes(size)) as memory:
-            contenders = [
-                dataclasses.replace(a2a_contender(exchange, comm, "symmetric"), name="a2a symmetric"),
-                dataclasses.replace(a2a_contender(exchange, comm, "ordinary"), name="a2a ordinary"),
-                dataclasses.replace(dist_contender("a2a", exchange, group), name="a2a dist"),
-                library_call(exchange, comm, "symmetric"),
-                library_call(exchange, comm, "ordinary"),
-                dist_contender("gloo", exchange, None),
-                *([mpi_contender(exchange, world)] if world is not None else []),
-                memcpy_contender(exchange),
-                *bounds(exchange, library, memory),
-            ]
-            timings = alternate(contenders, control, budget_s=request.budget_s)
-            env = environment(comm.topology.summary(), request.command)
-            for contender in contenders:
-                impl, _, what = contender.name.partition(" ")
-                case = {
-                    "memory": "ordinary" if what == "dist" else what,
-                    "through": "dist" if what == "dist" else "a2a",
-                }
-                cell = Cell("all_to_all_bounds", size, "float32", 2, case if impl == "a2a" else {}, env)
-                line = cell.line(impl, timings[contender.name]["total"], algorithm=contender.algorithm)
-                emit({"line": asdict(line)})
-            del contenders
-
-
 # ------------------------------------------------------------------------------------------------------------- table
 
 
 @dataclass(frozen=True)
 class Row:
-    """One floor, held against one run: `needed_us` is the time that it asks for."""
+    """One floor, held against one run; times are in us."""
 
     case: dict[str, object]
     baseline: str
     bytes: int
     floor: float
-    reached: float
-    needed_us: float
+    baseline_us: float
     a2a_us: float
-    call_us: float  # of which in the library
+    library_us: float  # of which in C
     bound_us: float
-    bound: str
+    by: str
+    exchange_us: float
+    call_us: float
+    torch_us: float  # 0 where the call doesn't go through it
 
     @property
-    def forbidden(self) -> bool:
-        return self.bound_us > self.needed_us
+    def reached(self) -> float:
+        return self.baseline_us / self.a2a_us
+
+    @property
+    def needed_us(self) -> float:
+        """What the floor asks for."""
+        return self.baseline_us / self.floor
+
+    @property
+    def verdict(self) -> str:
+        if self.reached >= self.floor:
+            return "met"
+        if self.bound_us > self.needed_us:
+            return f"**forbidden** by {show.us_text(self.bound_us - self.needed_us)} us"
+        return "not reached, not forbidden"
 
 
 def rows(lines: Sequence[Line], floors: Sequence[Floor] = FLOORS) -> Iterator[Row]:
@@ -302,40 +112,66 @@ def rows(lines: Sequence[Line], floors: Sequence[Floor] = FLOORS) -> Iterator[Ro
         if (floor.op, floor.ranks) != ("all_to_all", 2):
             continue
         case = dict(floor.case)
-        kinds = ("copy",) if case.get("memory") == "symmetric" else ("staged", "read")
+        memory = case.get("memory", "ordinary")
+        kinds = (*EXCHANGES, *SYMMETRIC) if memory == "symmetric" else EXCHANGES
         for size, ratio in floor.by_bytes:
             cell = [line for line in lines if line.bytes == size and line.p50_us]
             mine = [x for x in cell if x.impl == "a2a" and all(x.case.get(k) == v for k, v in case.items())]
             baseline = [x for x in cell if x.impl == floor.baseline]
-            able = [x for x in cell if x.impl == "bound" and x.algorithm.startswith(kinds)]
-            if not (mine and baseline and able):
+            if not (mine and baseline):
                 continue
-            best = min(able, key=lambda line: line.p50_us or 0)
-            call = next(x for x in cell if x.impl == "call" and x.algorithm == case.get("memory", "ordinary"))
-            base_us, a2a_us, call_us, bound_us = (x.p50_us or 0.0 for x in (baseline[0], mine[0], call, best))
-            reached, needed_us = base_us / a2a_us, base_us / ratio
-            yield Row(case, floor.baseline, size, ratio, reached, needed_us, a2a_us, call_us, bound_us, best.algorithm)
+            through_torch = case.get("through") == "dist"
+            exchange = _best(cell, "bound", kinds)
+            call_us = _us(_best(cell, "least", ("call",)))
+            torch_us = _us(_best(cell, "least", ("dist to Python",))) if through_torch else 0.0
+            impl = "torch" if through_torch else "whole"
+            whole = _best(cell, impl, kinds) if any(x.impl == impl for x in cell) else None
+            yield Row(
+                case,
+                floor.baseline,
+                size,
+                ratio,
+                _us(baseline[0]),
+                _us(mine[0]),
+                library_us=_us(_best(cell, "call", (str(memory),))),
+                bound_us=_us(whole) if whole else _us(exchange) + call_us + torch_us,
+                by=(whole or exchange).algorithm,
+                exchange_us=_us(exchange),
+                call_us=call_us,
+                torch_us=torch_us,
+            )
+
+
+def _best(cell: Sequence[Line], impl: str, kinds: tuple[str, ...]) -> Line:
+    return min((x for x in cell if x.impl == impl and x.algorithm.startswith(kinds)), key=_us)
+
+
+def _us(line: Line) -> float:
+    return line.p50_us or 0.0
 
 
 def markdown(lines: Sequence[Line], *, met: bool) -> str:
     """The table of bench/README.md: of the floors that this run misses, or (`met`) of all."""
     out = [
-        "| tensors | bytes | against | floor | reached | bound allows | floor needs, us | a2a | library | bound | by |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| tensors | bytes | against | floor | reached | bound allows | floor needs, us | a2a | in C | bound | by "
+        "| its exchange | call | torch | verdict |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | --- |",
     ]
     for row in rows(lines):
         if row.reached >= row.floor and not met:
             continue
-        allowed = f"{row.needed_us * row.floor / row.bound_us:.3g}"
         cells = (
             str(row.case.get("memory", "through torch.distributed")),
             show.size_text(row.bytes),
             row.baseline,
             f"{row.floor:g}",
             f"{row.reached:.3g}",
-            f"**{allowed}**" if row.forbidden else allowed,
-            *(show.us_text(us) for us in (row.needed_us, row.a2a_us, row.call_us, row.bound_us)),
-            row.bound,
+            f"{row.baseline_us / row.bound_us:.3g}",
+            *(show.us_text(us) for us in (row.needed_us, row.a2a_us, row.library_us, row.bound_us)),
+            row.by,
+            *(show.us_text(us) for us in (row.exchange_us, row.call_us)),
+            show.us_text(row.torch_us) if row.torch_us else "-",
+            row.verdict,
         )
         out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
@@ -353,9 +189,6 @@ def main() -> int:
     if arguments.table:
         print(markdown([Line.from_json(text) for text in arguments.table.read_text().splitlines()], met=False))
         return 0
-    from bounds import Request as Sent  # by its own name, under which ranks of any launcher can import it
-    from bounds import work as sent
-
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH")])
     )
@@ -364,14 +197,14 @@ def main() -> int:
         mpi = find_mpi()
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as folder:
-        request = Sent(
+        request = Request(
             str(compile_library(Path(folder))),
             tuple(parse.sizes(arguments.only)),
             arguments.budget,
             mpi is not None,
             f"python bench/bounds.py --only {arguments.only} --budget {arguments.budget:g}",
         )
-        run_ranks(sent, request, 2, lambda message: lines.append(Line(**message["line"])), mpi=mpi)
+        run_ranks(work, request, 2, lambda message: lines.append(Line(**message["line"])), mpi=mpi)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.out.exists():
         old = [Line.from_json(text) for text in arguments.out.read_text().splitlines()]

@@ -12,8 +12,8 @@ import hashlib
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from ctypes import c_double, c_int32, c_uint32, c_uint64, c_void_p
+from collections.abc import Callable, Mapping
+from ctypes import c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace

@@ -37,7 +37,7 @@ def check_backend_string(cpu_is_a2as: bool) -> None:
     dist.all_reduce(total)
     same(total, torch.full((3,), float(dist.get_world_size())))
     handed_over = default_group().stats()["handed_over"]
-    assert handed_over == {} if cpu_is_a2as else list(handed_over.values()) == [1]
+    assert handed_over == {} if cpu_is_a2as else list(handed_over.values()) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -237,6 +237,50 @@ def check_delegated() -> None:
 
 def test_everything_else_is_delegated(two: A2AWorld) -> None:
     two.run(check_delegated)
+
+
+def check_reductions() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before = served()
+    value = torch.full((70_000,), float(rank))
+    dist.all_reduce(value, op=dist.ReduceOp.AVG)  # which gloo doesn't have
+    same(value, torch.full((70_000,), (size - 1) / 2))
+    work = dist.all_reduce(value.fill_(rank), async_op=True)
+    work.wait()
+    same(work.get_future().wait()[0], torch.full((70_000,), float(sum(range(size)))))
+    gathered = torch.empty(2 * size, dtype=torch.float8_e4m3fn)
+    dist.all_gather_into_tensor(gathered, torch.full((2,), float(rank)).to(gathered.dtype), async_op=True).wait()
+    same(gathered.float(), torch.arange(float(size)).repeat_interleave(2))
+    share = torch.empty(2)
+    dist.reduce_scatter_tensor(share, torch.arange(2.0 * size), op=dist.ReduceOp.MAX, async_op=True).wait()
+    same(share, torch.arange(2.0) + 2 * rank)
+    default_group().allreduce([share.fill_(1)]).wait()
+    default_group().allreduce(share, dist.ReduceOp.SUM).wait()
+    same(share, torch.full((2,), float(size * size)))
+    assert served() == before + 6
+
+
+def test_reductions_and_gathers_of_cpu_tensors_are_a2as(two: A2AWorld) -> None:
+    two.run(check_reductions)
+
+
+def check_reductions_for_gloo() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="a2a")
+    bits = torch.tensor([1 << rank])
+    dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=group, async_op=True).wait()
+    assert bits.item() == (1 << size) - 1
+    small = torch.full((2,), 2, dtype=torch.int64)
+    dist.all_reduce(small, op=dist.ReduceOp.PRODUCT, group=group)
+    assert small.tolist() == [2**size] * 2
+    stats = group.stats()
+    assert stats["calls"]["cpu"] == 0
+    assert sorted(stats["handed_over"].values()) == [1, 1]
+    assert all(key.startswith("all_reduce, cpu: it reduces") for key in stats["handed_over"])
+
+
+def test_what_a2a_does_not_reduce_goes_to_gloo_and_is_counted(two: A2AWorld) -> None:
+    two.run(check_reductions_for_gloo)
 
 
 def check_in_a_row() -> None:

@@ -61,7 +61,9 @@ def check_ddp() -> None:
     replica = torch.nn.parallel.DistributedDataParallel(model)
     same(model.weight.detach(), torch.ones(2, 3))
     x = torch.full((1, 3), float(dist.get_rank()))
+    before = served()
     replica(x).sum().backward()
+    assert served() > before  # the gradients were a2a's to reduce
     same(model.weight.grad, torch.full((2, 3), sum(range(dist.get_world_size())) / dist.get_world_size()))
 
 
@@ -80,7 +82,9 @@ def check_fsdp2() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     x = torch.randn(size, 4)
+    before = served()
     model(x[rank : rank + 1]).sum().backward()
+    assert served() >= before + 4  # each layer's weights are gathered, its gradients reduced
     (reference(x).sum() / size).backward()
     for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)

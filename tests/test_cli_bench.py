@@ -48,6 +48,18 @@ def test_bench_through_torch_distributed_and_of_several_dtypes(here: Here) -> No
     assert "gloo: not measured" in told.stderr
 
 
+@pytest.mark.parametrize(("op", "factor"), [("all_reduce", 1.0), ("reduce_scatter", 0.5), ("all_gather", 0.5)])
+def test_bench_of_reductions_and_gathers(here: Here, op: str, factor: float) -> None:
+    told = here("bench", op, *TINY, "--memory", "symmetric,ordinary", "--against", "gloo", "--json", "-")
+    assert told.returncode == 0, told.stderr
+    lines = [json.loads(text) for text in told.stdout.splitlines()]
+    assert [line["impl"] for line in lines] == ["a2a", "gloo", "memcpy"] * 2
+    assert all(line["wrong"] == 0 and line["p50_us"] > 0 and line["op"] == op for line in lines)
+    assert lines[0]["algorithm"] == "one_shot"
+    assert lines[0]["busbw_GBps"] == pytest.approx(lines[0]["algbw_GBps"] * factor, rel=1e-3)
+    assert "MPI" in here("bench", op, *TINY, "--against", "mpi").stderr
+
+
 def test_bench_of_ordinary_tensors_with_a_chosen_algorithm() -> None:
     told = run(
         *A2A,

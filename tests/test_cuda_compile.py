@@ -15,8 +15,8 @@ from a2a.kernels import cuda
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings (extra dev)")
 
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
-# What each kernel is specialised by: the smallest and a large world; and ExpertParallel's, which are many, by a few that have
-# nothing in common.
+# What each kernel is specialised by: the smallest and a large world; and ExpertParallel's, which are many, by a few that
+# have nothing in common.
 MOE = {
     "WORLD": 2, "TOP_K": 8, "HIDDEN": 7168, "DTYPE": 1, "WIRE": 0, "RANGES": 24, "CHUNKS": 7, "ROWS_WIRE": 0, "COMPACT": 0,
     "DROP": 0, "WIDE_SUMS": 0, "TEAM": 512, "TILE_BYTES": 16384, "SPOTS": 8,

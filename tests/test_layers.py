@@ -26,7 +26,7 @@ LAYERS = (
     ("comm", "work"),
     ("algorithms",),
     ("plan",),
-    ("ops", "moe_ops", "moe", "gradients"),
+    ("ops", "reductions", "moe_ops", "moe", "gradients"),
     ("clocks", "measure", "simulate"),
     ("integrations",),
     ("cli", "__main__"),

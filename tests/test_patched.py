@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 
 import a2a
+from a2a.comm import implicit
 from a2a.integrations import patch
 
 TORCHS_NAMES = {
@@ -295,6 +296,34 @@ def check_baseline(topology: str) -> None:
                 exchange(group=group)
     finally:
         del os.environ["A2A_TOPOLOGY"]
+
+
+def check_reductions_are_a2as() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    with a2a.patched():
+        total = torch.full((3,), float(rank))
+        dist.all_reduce(total, group=group)
+        same(total, torch.full((3,), float(sum(range(size)))))
+        work = dist.all_reduce(total.fill_(rank), op=dist.ReduceOp.MAX, group=group, async_op=True)
+        assert isinstance(work, a2a.Work)
+        work.wait()
+        same(total, torch.full((3,), size - 1.0))
+        gathered, share = torch.empty(size * 3), torch.empty(3)
+        dist.all_gather_into_tensor(output_tensor=gathered, input_tensor=total.fill_(rank), group=group)
+        same(gathered, torch.arange(float(size)).repeat_interleave(3))
+        dist.reduce_scatter_tensor(share, gathered, group=group)
+        same(share, torch.full((3,), float(rank) * size))
+        bits = torch.tensor([1 << rank])
+        dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=group)
+        assert bits.item() == (1 << size) - 1
+    stats = implicit(group).stats()
+    assert stats["collectives"] == 4
+    assert stats["handed_over"] == {"all_reduce": 1}
+
+
+def test_reductions_and_gathers_are_a2as(world: Any) -> None:
+    world.run(check_reductions_are_a2as)
 
 
 def test_what_a2a_hands_over_does_not_come_back(world: Any) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from a2a.algorithms.base import AllToAll, Cost, Request
-from a2a.kernels import cpu, cuda
+from a2a.kernels import cpu, cuda, cuda_params
 from a2a.work import StreamWork
 
 if TYPE_CHECKING:
@@ -36,17 +36,6 @@ _get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None: this
 
 class _Pair(Structure):
     _fields_ = (("input", c_uint64), ("output", c_uint64), ("send_bytes", c_uint64), ("recv_bytes", c_uint64))
-
-
-class _Place(Structure):
-    _fields_ = (
-        ("base", c_uint64),
-        ("window", c_uint64),
-        ("host", c_uint64),
-        ("timeout_ns", c_uint64),
-        ("rank", c_uint32),
-        ("text", c_uint32),
-    )
 
 
 class _Launcher:
@@ -72,7 +61,7 @@ class _Launcher:
             _fields_ = (
                 ("output", c_uint64),
                 ("input", c_uint64),
-                ("place", _Place),
+                ("place", cuda_params.Place),
                 ("staging", c_uint64),
                 ("digest", c_uint32),
                 ("copiers", c_uint32),
@@ -86,7 +75,7 @@ class _Launcher:
         """A launch of pairs (input, output, send bytes, receive bytes), offsets from what the call will name."""
         place, rank = self.place, self.rank
         digest = self.transport.digest(request) if digest is None else digest
-        where = _Place(place.base, place.window, place.host, self._timeout_ns, rank, request & 0xFFFF)
+        where = cuda_params.Place(place.base, place.window, place.host, self._timeout_ns, rank, request & 0xFFFF)
         largest = max((max(s, r) for p, (_, _, s, r) in enumerate(pairs) if p != rank), default=0)
         own = pairs[rank][2]
         function, copiers, threads = self.large, 0, _THREADS[1]

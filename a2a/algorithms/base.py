@@ -20,7 +20,7 @@ class Request:
     here: it selects a side of the algorithm's protocol, never the algorithm.
 
     Attributes:
-        op: "all_to_all" (of tensors, even or not, single or listed) or "moe".
+        op: "all_to_all" (of tensors, even or not, single or listed), "all_reduce", "reduce_scatter", "all_gather" or "moe".
         dtype: of the elements.
         num_bytes: that a rank sends, where ranks are known to send alike; 0 where not.
         detail: what else all ranks agree on and an algorithm may need, as sorted pairs.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from ctypes import Structure, c_uint32, c_uint64, c_void_p
+from ctypes import c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,7 +39,7 @@ from a2a.algorithms.moe_base import (
     routed_bytes,
 )
 from a2a.errors import PeerTimeoutError
-from a2a.kernels import cpu, cuda
+from a2a.kernels import cpu, cuda, cuda_params
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
@@ -61,57 +61,6 @@ _PARTS = ("send", "expand", "sum")
 _STAGING_BYTES, _MOST_STAGING_BYTES = 256 << 20, 2 << 30  # for a peer, for all of them
 _MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
 _NO_LIMIT = 0xFFFFFFFF
-
-
-class _Place(Structure):
-    _fields_ = (
-        ("base", c_uint64),
-        ("window", c_uint64),
-        ("host", c_uint64),
-        ("timeout_ns", c_uint64),
-        ("rank", c_uint32),
-        ("text", c_uint32),
-    )
-
-
-class _Moe(Structure):
-    _fields_ = (
-        ("place", _Place),
-        *((name, c_uint64) for name in ("stage", "data", "half", "counts", "workspace", "plan", "homes")),
-        *(
-            (name, c_uint32)
-            for name in (
-                "digest",
-                "tokens",
-                "max_tokens",
-                "experts",
-                "local_experts",
-                "most_local",
-                "alignment",
-                "ring",
-            )
-        ),
-        ("planners", c_uint32),
-        ("unused", c_uint32),
-    )
-
-
-def _params(name: str, pointers: str, words: str) -> type[Structure]:
-    fields = [("m", _Moe), *((n, c_uint64) for n in pointers.split()), *((n, c_uint32) for n in words.split())]
-    return type(name, (Structure,), {"_fields_": fields})
-
-
-_Send = _params("_Send", "x x_scales ids weights ids_out", "ids_bytes unused")
-_Gate = _params("_Gate", "", "chunk signals headers unused")
-_Counts = _params("_Counts", "offsets counts overflow host ticket", "capacity signals")
-_Expand = _params(
-    "_Expand",
-    "rows scales weights rank token k index x x_scales ids topk_weights out_rows grad_weights",
-    "capacity compact_capacity first_chunk end_chunk own_first own_end credits last",
-)
-_Sum = _params(
-    "_Sum", "rows weights row_grads ids y weight_grads", "compact compact_rows first_chunk end_chunk credits last"
-)
 
 
 class MoePush(Moe):
@@ -221,8 +170,8 @@ class PushExchange(MoeExchange):
         place = transport.place
         stage_words = _round(8 * (world * _MOST_BLOCKS + world), 256)
         half = (stage.num_bytes - stage_words) // 2 // 256 * 256
-        self._m = _Moe(
-            place=_Place(place.base, place.window, place.host, int(comm.timeout_s * 1e9), comm.rank, 0),
+        self._m = cuda_params.Moe(
+            place=cuda_params.Place(place.base, place.window, place.host, int(comm.timeout_s * 1e9), comm.rank, 0),
             stage=stage.address, data=stage.address + stage_words, half=half, counts=self._counts.address,
             workspace=self._workspace.data_ptr(), homes=self._homes.data_ptr(), max_tokens=spec.max_tokens,
             experts=spec.num_experts, local_experts=self._local, most_local=most_local,
@@ -263,22 +212,22 @@ class PushExchange(MoeExchange):
             modules = dict(zip(_PARTS, parts, strict=True))
         quantised = ["_quantised"] if spec.wire else []
         for suffix in ["", "_gradient", *quantised]:
-            self._add(modules["send"], f"send{suffix}", _Send, g.senders, _TEAM * _TEAMS,
+            self._add(modules["send"], f"send{suffix}", cuda_params.Send, g.senders, _TEAM * _TEAMS,
                       0 if suffix == "_gradient" else planner_bytes * _TEAMS)  # fmt: skip
         for suffix in ["_gradient", "_gradient_weighted", "_gradient_dots", *(["", *quantised] if spec.wire else [])]:
-            self._add(modules["expand"], f"expand{suffix}", _Expand, expanders, _EXPAND_THREADS)
+            self._add(modules["expand"], f"expand{suffix}", cuda_params.Expand, expanders, _EXPAND_THREADS)
         if not spec.wire:
             tile = _round(-(-spec.row_bytes // -(-spec.row_bytes // tile_bytes)), 16)
             tilers = min(16, _TILER_BYTES // tile)
-            self._add(modules["expand"], "expand", _Expand, expanders, 32 * tilers, tilers * tile)
-        self._add(modules["expand"], "gate", _Gate, 1, 1024)
-        self._add(modules["expand"], "gate_counts", _Counts, 1, 1024)
-        self._add(modules["expand"], "refuse", _Gate, 1, 128)
+            self._add(modules["expand"], "expand", cuda_params.Expand, expanders, 32 * tilers, tilers * tile)
+        self._add(modules["expand"], "gate", cuda_params.Gate, 1, 1024)
+        self._add(modules["expand"], "gate_counts", cuda_params.Counts, 1, 1024)
+        self._add(modules["expand"], "refuse", cuda_params.Gate, 1, 128)
         widths = 2 if spec.wire_combine == "float32" and spec.dtype != torch.float32 else 1
         ring_bytes = _SUM_THREADS // 32 * defines["SPOTS"] * _PIECE_BYTES * widths
         for suffix in ["", "_weighted"]:
-            self._add(modules["sum"], f"sum{suffix}", _Sum, g.summers, _SUM_THREADS, ring_bytes)
-            self._add(modules["sum"], f"finish{suffix}", _Sum, finishers, _SUM_THREADS, ring_bytes)
+            self._add(modules["sum"], f"sum{suffix}", cuda_params.Sum, g.summers, _SUM_THREADS, ring_bytes)
+            self._add(modules["sum"], f"finish{suffix}", cuda_params.Sum, finishers, _SUM_THREADS, ring_bytes)
 
     def _add(self, module: Any, name: str, params: Any, grid: int, block: int, shared_bytes: int = 0) -> None:
         place, values = self._transport.place, params()
@@ -374,7 +323,7 @@ class PushExchange(MoeExchange):
         work = self._behind_gates(peers, _GATHER_GROUPS, g.summers, True)
         return [*self._fork(), self._launch(sum_, 0), *work]
 
-    def _begin(self, op: str, num_tokens: int, plan: torch.Tensor) -> _Moe:
+    def _begin(self, op: str, num_tokens: int, plan: torch.Tensor) -> cuda_params.Moe:
         agree, text = self._asks[op]
         number = self._transport.request(agree, 0, text)
         m = self._m
@@ -382,7 +331,7 @@ class PushExchange(MoeExchange):
         m.tokens, m.plan = num_tokens, plan.data_ptr()
         return m
 
-    def _set(self, m: _Moe, name: str, **values: int) -> None:
+    def _set(self, m: cuda_params.Moe, name: str, **values: int) -> None:
         _, params = self._calls[name]
         params.m = m
         for field, value in values.items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -117,11 +118,50 @@ def topo(
     device: Annotated[
         str, typer.Option(help="cpu: who shares the host's memory; cuda: whose GPUs reach each other, rank r on GPU r.")
     ] = "cpu",
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Say which expert- or tensor-parallel groups the rank order puts across domains, and an order that "
+            "doesn't; exit with 1 if there are any. Groups are --group-size consecutive ranks, or ranks --stride apart.",
+        ),
+    ] = False,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="--check: ranks of a group: EP or TP. Default: the largest number that divides every domain.",
+        ),
+    ] = None,
+    stride: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="--check: distance of a group's ranks: 1 for TP and EP as Megatron and TorchTitan make them (their "
+            "innermost dimensions); the TP size where EP leaves TP's ranks out.",
+        ),
+    ] = 1,
+    groups: Annotated[
+        str | None, typer.Option(help="--check: these groups instead, as 0-3,8/4-7,9: each rank in one at most.")
+    ] = None,
+    ranks_file: Annotated[
+        Path | None,
+        typer.Option(help="--check: write the better order here, a line a rank; see what --check prints."),
+    ] = None,
 ) -> int:
     """Which ranks can load and store each other's memory, and how fast the links are."""
     from a2a.cli import topo as command
+    from a2a.cli import topo_check
 
-    return command.run(topology, ranks, json, plot, device)
+    if not check and (group_size is not None or groups is not None or ranks_file is not None or stride != 1):
+        raise ValueError("--group-size, --stride, --groups and --ranks-file say what --check does; add --check")
+    if groups is not None and (group_size is not None or stride != 1):
+        raise ValueError("--groups lists the groups; leave --group-size and --stride out")
+    if not check:
+        return command.run(topology, ranks, json, plot, device)
+    listed = None if groups is None else parse.groups(groups)
+    request = topo_check.Request(listed, group_size, stride, ranks_file)
+    return topo_check.run(request, command.find(topology, ranks, device), json)
 
 
 @app.command()
@@ -189,7 +229,7 @@ def bench(
     memories = parse.words(memory or ("ordinary" if through == "dist" else "symmetric"), ("symmetric", "ordinary"),
                            "--memory")  # fmt: skip
     if algorithm is not None:
-        _with_algorithm("moe" if op == "moe" else "all_to_all", algorithm)
+        _with_algorithm("all_to_all" if op == "all_to_allv" else op, algorithm)
     request = command.Request(
         op=op,
         command=" ".join(["a2a", *sys.argv[1:]]),
@@ -247,6 +287,74 @@ def plan(
     if topology is not None and ranks is not None:
         raise ValueError(f"--ranks {ranks} --topology {topology}: the topology says how many ranks; leave --ranks out")
     return command.run(request, ranks, topology, json)
+
+
+@app.command()
+def simulate(
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A published job: deepseek-v3-gb300 (256 GPUs). The options below change it."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="h100-400, h100-800, h200-..., b200-... (hosts of 8, NICs in Gb/s), gb200 or gb300 (NVL72)."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="deepseek-v3, or JSON with its fields.")
+    ] = "deepseek-v3",
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Numbers of GPUs: 256,1024; from the second on, as much work a GPU as on the first."),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None,
+    vp: Annotated[int | None, typer.Option(min=1, help="Virtual stages of each.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a micro-batch.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences a step, on the first number of GPUs.")
+    ] = None,
+    once_per: Annotated[
+        str | None, typer.Option(help="A token crosses once per destination rank, or per copy (expert).")
+    ] = None,
+    wire: Annotated[str | None, typer.Option(help="Dispatch in bf16, fp8 or mxfp8.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Matrix products in fp8 or bf16.")] = None,
+    gradients: Annotated[str | None, typer.Option(help="hierarchical, or flat: one ring.")] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="none; gradients (and parameters, pipeline); full: the MoE exchange too (1F1B).")
+    ] = None,
+    bucket_mb: Annotated[float | None, typer.Option(min=0, help="Bucket of gradients or parameters.")] = None,
+    gpus_per_domain: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a rack or host that the job takes.")
+    ] = None,
+    gpus_per_nic: Annotated[int | None, typer.Option(min=1, help="GPUs that share a NIC.")] = None,
+    sensitivity: Annotated[
+        bool, typer.Option(help="With several numbers of GPUs: which assumption their weak scaling hangs on.")
+    ] = True,
+    json: Json = None,
+    plot: Plot = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the last step's timeline, for Perfetto.")
+    ] = None,
+) -> int:
+    """A training step's communication on an invented cluster, modelled: what hides behind compute, and what doesn't."""
+    from a2a.cli import simulate as command
+    from a2a.simulate import PRESETS, Job, load_model
+
+    base = Job() if preset is None else PRESETS[parse.word(preset, tuple(PRESETS), "--preset")]
+    numbers = [base.gpus] if gpus is None else parse.counts(gpus, "--gpus")
+    given = {
+        "hardware": hardware, "tp": tp, "pp": pp, "vp": vp, "ep": ep, "micro_batch": micro_batch, "once_per": once_per,
+        "wire": wire, "precision": precision, "gradients": gradients, "overlap": overlap, "bucket_mb": bucket_mb,
+        "gpus_per_domain": gpus_per_domain, "gpus_per_nic": gpus_per_nic,
+    }  # fmt: skip
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if {"pp", "vp"} & set(changed) or model != "deepseek-v3":
+        changed["chunk_layers"] = None
+    batch = global_batch or base.global_batch * numbers[0] // base.gpus
+    job = replace(base, gpus=numbers[0], global_batch=batch, **changed)
+    request = command.Request(load_model(model), job, tuple(numbers), sensitivity)
+    return command.run(request, command.Output(json, plot, trace))
 
 
 def _device(asked: str | None, ranks: int | None) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Windows = dict[str, NcclWindow]
 
-OPS = ("all_to_all", "all_to_allv", "moe")
+OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "moe")
 BASELINES = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "nccl_symm", "nccl_ce", "deep_ep")}
 ALL_BASELINES = (*BASELINES["cpu"], *BASELINES["cuda"])
 USUAL = {"cpu": ("gloo",), "cuda": ("nccl", "nccl_symm", "nccl_ce")}
@@ -76,10 +76,13 @@ class Request:
                 "--through dist --memory symmetric: tensors from comm.empty belong to one communicator, and a group of "
                 'backend "a2a" has its own; use --memory ordinary'
             )
-        if self.op == "moe" and "mpi" in self.against:
+        if self.op not in ("all_to_all", "all_to_allv") and "mpi" in self.against:
             raise ValueError(
-                "--against mpi: the MoE layer is compared with gloo; all_to_all and all_to_allv are with MPI"
+                f"--against mpi: {'the MoE layer' if self.op == 'moe' else self.op} is compared with gloo; all_to_all and "
+                f"all_to_allv are with MPI"
             )
+        if self.op in ("all_reduce", "reduce_scatter", "all_gather") and self.device != "cpu":
+            raise ValueError(f"bench {self.op}: a2a's kernels for it are for CPUs; use --device cpu")
         others = [name for name in self.against if name not in BASELINES[self.device]]
         if others:
             raise ValueError(
@@ -137,7 +140,8 @@ def work(request: Request, emit: Emit) -> None:
     from a2a.measure import Control
 
     control = Control()
-    cells = _moe_cells if request.op == "moe" else _exchange_cells
+    kinds = {"moe": _moe_cells, "all_to_all": _exchange_cells, "all_to_allv": _exchange_cells}
+    cells = kinds.get(request.op, _reduction_cells)
     with (
         torch.no_grad() if request.op != "moe" else torch.enable_grad(),
         site(request.device, control, graph=request.graph) as here,
@@ -187,6 +191,39 @@ def _exchange_cells(request: Request, control: Control, here: Site, emit: Emit) 
                 )
                 _measure(request, cell, contenders, control, here, emit)
                 del contenders  # their tensors live in memory that the communicator takes back
+
+
+def _reduction_cells(request: Request, control: Control, here: Site, emit: Emit) -> None:
+    import torch.distributed as dist
+
+    import a2a
+    from a2a.cli import reductions
+    from a2a.measure import Cell
+
+    group = dist.new_group(backend="a2a") if request.through == "dist" else None
+    for memory, name, size in itertools.product(request.memories, request.dtypes, request.sizes):
+        reduction = reductions.Reduction.of_bytes(request.op, size, parse.dtype(name), control.rank, control.world_size)
+        dtype = str(reduction.dtype).removeprefix("torch.")
+        emit({"begin": f"{request.op} {show.size_text(reduction.num_bytes)} {dtype}, {memory}"})
+        with a2a.communicator() as comm:
+            contenders: list[Contender]
+            if group is None:
+                contenders = [reductions.a2a_contender(reduction, comm, memory)]
+            else:
+                contenders = [reductions.dist_contender("a2a", reduction, group)]
+            if "gloo" in request.against:
+                contenders.append(reductions.dist_contender("gloo", reduction, None))
+            contenders.append(reductions.memcpy_contender(reduction))
+            cell = Cell(
+                op=request.op,
+                num_bytes=reduction.num_bytes,
+                dtype=dtype,
+                ranks=control.world_size,
+                case={"memory": memory, "through": request.through},
+                env=environment_of(request, comm, here),
+            )
+            _measure(request, cell, contenders, control, here, emit)
+            del contenders  # their tensors live in memory that the communicator takes back
 
 
 def _cuda_baselines(

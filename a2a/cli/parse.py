@@ -45,6 +45,22 @@ def counts(text: str, option: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def groups(text: str) -> list[list[int]]:
+    """ "0-3/4,6,8-9" -> [[0, 1, 2, 3], [4, 6, 8, 9]]: groups of ranks.
+
+    Raises:
+        ValueError: a part of it is no rank and no range of ranks.
+    """
+    return [[rank for word in group.split(",") for rank in _range(word.strip())] for group in text.split("/")]
+
+
+def _range(word: str) -> range:
+    first, dash, last = word.partition("-")
+    if not first.isdigit() or (dash and not (last.isdigit() and int(first) <= int(last))):
+        raise ValueError(f"--groups: {word!r} is no rank and no range; write groups as 0-3,8/4-7,9")
+    return range(int(first), int(last if dash else first) + 1)
+
+
 def words(text: str, known: tuple[str, ...], option: str) -> list[str]:
     """ "gloo,mpi" -> ["gloo", "mpi"], each of them known; "none" or "" -> [].
 

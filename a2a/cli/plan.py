@@ -16,7 +16,7 @@ from a2a.cli.ranks import Emit, run_ranks
 from a2a.config import config, launch
 from a2a.errors import UnsupportedError
 
-OPS = ("all_to_all", "all_to_allv", "moe")
+OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "moe")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def _plan_all(request: Request, comm: Any, emit: Emit) -> None:
         if request.op == "moe":
             wanted = [moe_request(request, name, comm.world_size)]
         else:
-            wanted = [PlanRequest("all_to_all", parse.dtype(name), size) for size in request.sizes]
+            op = "all_to_all" if request.op == "all_to_allv" else request.op
+            detail = (("reduce_op", "sum"),) if op in ("all_reduce", "reduce_scatter") else ()
+            wanted = [PlanRequest(op, parse.dtype(name), size, detail) for size in request.sizes]
         try:
             plans += [{"op": request.op, "bytes": one.num_bytes, "dtype": name, **_plan(one, comm)} for one in wanted]
         except ValueError as error:  # A2A_ALGORITHM

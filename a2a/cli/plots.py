@@ -11,6 +11,7 @@ from a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from a2a.measure import Line
+    from a2a.simulate import Step
     from a2a.topology import Topology
 
 # One colour an implementation in every plot; they differ in lightness too, for print and for the colour-blind.
@@ -190,6 +191,45 @@ def topology(topo: Topology, path: Path) -> None:
         links += f"; between domains, along the rails, {out.bandwidth_GBps:g} GB/s, {out.latency_us:g} us"
     figure.suptitle(topo.summary(), x=0.02, ha="left", fontsize=11, fontweight="bold")
     figure.supxlabel(links, x=0.02, ha="left", fontsize=8, color=GREY, wrap=True)
+    figure.savefig(path, dpi=DPI)
+    pyplot.close(figure)
+
+
+STEP_PARTS = {"compute": "#3b6fb5", "exposed communication": "#c8321e", "bubble": "#c9c9c9"}
+
+
+def simulated(steps: Sequence[Step], path: Path) -> None:
+    """A bar a number of GPUs: where a step's time goes; beside it, communication by kind, exposed and hidden."""
+    pyplot = _pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.6 * len(steps) + 4), layout="constrained")
+    labels = [f"{step.job.gpus:,}" for step in steps]
+    start = [0.0] * len(steps)
+    parts = zip(
+        STEP_PARTS.items(), zip(*((s.compute_s, s.exposed_s, s.bubble_s) for s in steps), strict=True), strict=True
+    )
+    for (part, colour), seconds in parts:
+        widths = [value * 1e3 for value in seconds]
+        left.barh(labels, widths, left=start, color=colour, label=part)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    left.set_title("a step, ms, by number of GPUs", loc="left", fontsize=10)
+    left.invert_yaxis()
+    kinds = [name for name, share in steps[-1].shares.items() if share.total_s]
+    height = 0.8 / len(steps)
+    for index, step in enumerate(steps):
+        places = [place + (index - (len(steps) - 1) / 2) * height for place in range(len(kinds))]
+        exposed = [step.shares[kind].exposed_s * 1e3 for kind in kinds]
+        hidden = [step.shares[kind].hidden_s * 1e3 for kind in kinds]
+        right.barh(places, exposed, height * 0.9, color=STEP_PARTS["exposed communication"])
+        right.barh(places, hidden, height * 0.9, left=exposed, color="#e9b8af")
+        for place, total in zip(places, map(sum, zip(exposed, hidden, strict=True)), strict=True):
+            right.text(total, place, f" {step.job.gpus:,}", va="center", fontsize=7, color=GREY)
+    right.set_yticks(range(len(kinds)), kinds)
+    right.invert_yaxis()
+    right.set_title("communication of a GPU, ms: exposed (dark), hidden (light)", loc="left", fontsize=10)
+    figure.legend(frameon=False, loc="outside lower right", ncols=3)
+    job = steps[0].job
+    title = f"modelled: {steps[0].model.name} on {job.hardware}, PP{job.pp} VP{job.vp} TP{job.tp} EP{job.ep}"
+    figure.suptitle(f"{title}, overlap {job.overlap}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 

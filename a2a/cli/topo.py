@@ -23,6 +23,17 @@ MAX_ROWS = 64  # of domains; larger topologies are cut in the middle
 
 def run(given: str | None, ranks: int | None, json_path: str | None, plot: Path | None, device: str = "cpu") -> int:
     """Detect (or load) a topology and show it; returns the exit code."""
+    for topology in find(given, ranks, device):
+        _show(topology, json_path, plot)
+        if given is None and topology.world_size == 1 and json_path is None:
+            show.console().print("One process alone; --ranks N, or your launcher, shows how several are grouped.")
+        if given is None and json_path is None:
+            _show_gpus()
+    return 0
+
+
+def find(given: str | None, ranks: int | None, device: str = "cpu") -> list[Topology]:
+    """Load a topology, or detect it; an empty list on a rank other than 0, under a launcher."""
     from a2a.topology import Topology, resolve
 
     found: list[Topology] = []
@@ -32,13 +43,7 @@ def run(given: str | None, ranks: int | None, json_path: str | None, plot: Path 
         found.append(resolve(_alone, 0, 1, config().topology, gpu_uuid=_gpu(device, 0)))
     else:
         run_ranks(work, device, ranks, lambda message: found.append(Topology.from_json(message["topology"])))
-    for topology in found:  # none on a rank other than 0, under a launcher
-        _show(topology, json_path, plot)
-        if given is None and topology.world_size == 1 and json_path is None:
-            show.console().print("One process alone; --ranks N, or your launcher, shows how several are grouped.")
-        if given is None and json_path is None:
-            _show_gpus()
-    return 0
+    return found
 
 
 def work(device: str, emit: Emit) -> None:
@@ -98,7 +103,7 @@ def _show(topology: Topology, json_path: str | None, plot: Path | None) -> None:
     rows = [
         [
             str(index),
-            _ranks(domain.ranks),
+            ranges(domain.ranks),
             domain.gpu or domain.kind,
             domain.host or "-",
             domain.rack or "-",
@@ -124,7 +129,7 @@ def _show(topology: Topology, json_path: str | None, plot: Path | None) -> None:
         out.print(f"plot: {plot}", markup=False)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranges(ranks: Sequence[int]) -> str:
     """(0, 1, 2, 3, 8) -> "0-3, 8"."""
     runs: list[list[int]] = []
     for rank in ranks:

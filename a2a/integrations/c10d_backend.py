@@ -1,4 +1,5 @@
-"""Backend "a2a" of torch.distributed: a process group whose all-to-alls are a2a's and whose other methods are torch's.
+"""Backend "a2a" of torch.distributed: a process group whose all-to-alls are a2a's, as are its all-reduces, reduce-scatters
+and all-gathers of single CPU tensors, and whose other methods are torch's.
 
     import a2a
     dist.init_process_group("a2a")            # or new_group(backend="a2a"), "cuda:a2a", "cpu:gloo,cuda:a2a"
@@ -16,10 +17,12 @@ Decisions:
 * **What a2a gives back to torch arrives here a second time**, within the first call, since its baseline runs on the same
   group. That one goes to `native`, as does what a2a can't serve at all.
 * **The backend string is read from torch's frame** (`_requested`): torch doesn't pass it on and files it only later.
-* **A communicator is made at the first all-to-all** of its kind of tensors, in which every rank of the group takes part
-  anyway. Making a group stays cheap, and one that exchanges no tokens has no shared memory. So a group's first all-to-all
-  can't be in a CUDA graph.
-* **Handing over depends only on what is equal on all ranks**: the device type, the backend string, how the set-up went.
+* **A communicator is made at the first call that it serves** of its kind of tensors, in which every rank of the group takes
+  part anyway. Making a group stays cheap, and one that makes no such call has no shared memory. So a group's first
+  all-to-all can't be in a CUDA graph.
+* **Handing over depends only on what is equal on all ranks**: the device type, the backend string, how the set-up went, and
+  what the planner says of a reduction. Those that it gives to the baseline go to `native` at once: an asynchronous call of
+  the baseline would block here.
 * **`device_id` binds the inner backends**, not the group: torch would split the parent's NCCL communicator for a new group,
   and ranks outside the group would wait there for members that don't.
 * **torch renamed its methods in 2.13** (`alltoall_base` became `all_to_all_single`). Both are defined, as one function, and
@@ -49,15 +52,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 from a2a.comm import Communicator, implicit
 from a2a.integrations.c10d_inner import NAME, Setup, alltoall_in_one_call, make_inner
 from a2a.ops import all_to_all, all_to_all_single
+from a2a.reductions import all_gather_into_tensor, all_reduce, reduce_op_of, reduce_scatter_tensor, why_handed_over
 
 _log = logging.getLogger("a2a")
+_profiling = torch._C._autograd._profiler_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)  # any other kind (FakeTensor, DTensor, ...) has no memory of its own to send
 
 # What `native` does, under the names that this torch has.
 DELEGATED = (
-    *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced"),
-    *("allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "broadcast", "gather"),
-    *("reduce", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("all_gather_single_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+    *("allreduce_coalesced", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced"),
     *("reduce_scatter_tensor_coalesced", "scatter", "send", "recv", "recv_anysource"),
     *("_start_coalescing", "_end_coalescing"),
 )
@@ -137,7 +141,7 @@ def _delegated(name: str) -> Callable[..., Work]:
 
 
 class A2AProcessGroup(dist.ProcessGroup):
-    """A process group whose `all_to_all_single` and `alltoall` are a2a's and whose other methods are torch's.
+    """A process group whose all-to-alls, and whose reductions and all-gathers on CPUs, are a2a's; the rest is torch's.
 
     Attributes:
         native: a plain group of the same ranks and inner backends.
@@ -154,9 +158,10 @@ class A2AProcessGroup(dist.ProcessGroup):
         self._inner = make_inner(setup)
         self._served = {device_type for device_type, name in setup.requested.items() if name == NAME}
         self._comms: dict[str, Communicator] = {}  # device type -> what serves it
+        self._again: Callable[[Tensor, Tensor], int] | None = None  # `prepared.again` of the CPU's, once that is made
         self._refusals: dict[str, str] = {}  # device type -> why nothing does
         self._handed_over: dict[str, int] = {}
-        self._calls = dict.fromkeys(self._served, 0)  # device type -> all-to-alls that its communicator took
+        self._calls = dict.fromkeys(self._served, 0)  # device type -> calls that its communicator took
         self._thread = threading.local()  # .inside: a call of a2a's is running on this thread
         self._done = _Done()
         self._shut = False
@@ -175,6 +180,19 @@ class A2AProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> Work:
         """As `ProcessGroup.all_to_all_single`, called `alltoall_base` before torch 2.13."""
+        again = self._again
+        if (
+            again is not None
+            and type(input) is type(output) is Tensor
+            and not (len(output_split_sizes) or len(input_split_sizes) or opts is None or opts.asyncOp)
+            and not _profiling()
+        ):
+            result = again(output, input)
+            if result == 0:
+                self._calls["cpu"] += 1
+                return self._done
+            if result > 0:
+                self._comms["cpu"].raise_failure(result, "all_to_all_single")
         comm = self._serving(input)
         if comm is None:
             call = getattr(self.native, "all_to_all_single", None) or self.native.alltoall_base
@@ -220,6 +238,75 @@ class A2AProcessGroup(dist.ProcessGroup):
             self._thread.inside = False
         return self._done
 
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, op: Any = None) -> Work:  # type: ignore[override]
+        """As `ProcessGroup.allreduce`, in each of its overloads."""
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reduce_op = reduce_op_of(
+            next((given for given in (op, getattr(opts, "reduceOp", opts)) if given is not None), None)
+        )
+        comm = self._reducing("all_reduce", listed[0] if len(listed) == 1 else None, reduce_op)
+        if comm is None:
+            if op is None and hasattr(opts, "reduceOp"):
+                work: Work | None = self.native.allreduce(listed, opts)
+            else:
+                work = self.native.allreduce(listed, reduce_op)
+            return self._done if work is None else work
+        return self._run(opts, all_reduce, listed[0], reduce_op, comm)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """As `ProcessGroup.all_gather_single`, called `_allgather_base` before torch 2.13."""
+        comm = self._reducing("all_gather", input, None)
+        if comm is None:
+            call = getattr(self.native, "all_gather_single", None) or self.native._allgather_base
+            work: Work | None = call(output, input, *_given(opts))
+            return self._done if work is None else work
+        return self._run(opts, all_gather_into_tensor, output, input, comm)
+
+    _allgather_base = all_gather_single
+
+    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
+        """As `ProcessGroup.reduce_scatter_single`, called `_reduce_scatter_base` before torch 2.13."""
+        reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
+        comm = self._reducing("reduce_scatter", inputTensor, reduce_op)
+        if comm is None:
+            call = getattr(self.native, "reduce_scatter_single", None) or self.native._reduce_scatter_base
+            work: Work | None = call(outputTensor, inputTensor, *_given(opts))
+            return self._done if work is None else work
+        return self._run(opts, reduce_scatter_tensor, outputTensor, inputTensor, reduce_op, comm)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _run(self, opts: Any, call: Callable[..., Any], *args: Any) -> Work:
+        """Make a call of a2a's, asynchronously unless `opts` says otherwise."""
+        self._thread.inside = True
+        try:
+            if getattr(opts, "asyncOp", True):
+                return _Pending(call(*args, True))
+            call(*args)
+        finally:
+            self._thread.inside = False
+        return self._done
+
+    def _reducing(self, kind: str, tensor: Tensor | None, reduce_op: Any) -> Communicator | None:
+        """What reduces or gathers `tensor`; None: the inner backend."""
+        if (
+            tensor is None
+            or type(tensor) not in _PLAIN
+            or tensor.device.type != "cpu"
+            or tensor.layout != torch.strided
+        ):
+            return None
+        if getattr(self._thread, "inside", False):
+            return None
+        comm = self._comms.get("cpu") or self._find(tensor.device)
+        reason = self._refusals["cpu"] if comm is None else why_handed_over(comm, kind, tensor, reduce_op)
+        if reason is not None:
+            key = f"{kind}, cpu: {reason}"
+            self._handed_over[key] = self._handed_over.get(key, 0) + 1
+            return None
+        self._calls["cpu"] += 1
+        return comm
+
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]  # as above
         """As `ProcessGroup.barrier`; one on GPUs takes the `device_id` that the group was made with."""
         device = getattr(opts, "device", None)
@@ -229,7 +316,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         return self._done if work is None else work
 
     def stats(self) -> dict[str, Any]:
-        """What this group's all-to-alls have come to so far.
+        """What this group's calls of a2a have come to so far.
 
         Returns:
             `calls`: how many a2a took, by device type;
@@ -259,7 +346,7 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def _close(self) -> None:
         self._shut = True
-        comms, self._comms = self._comms, {}
+        comms, self._comms, self._again = self._comms, {}, None
         for comm in comms.values():
             comm.close()
 
@@ -283,13 +370,15 @@ class A2AProcessGroup(dist.ProcessGroup):
         comm: Communicator | None = None
         if device_type in self._served:
             comm = self._comms[device_type] = implicit(self, device_type=device_type, device=device)
+            if device_type == "cpu":
+                self._again = comm.prepared.again
             reason = "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
         else:
             reason = self._refusals[device_type] = "the backend string gives them to another backend"
         if comm is None or comm.transport is None:
             inner = self._inner.get(device_type)
             _log.info(
-                "process group %r (backend a2a), rank %d: all-to-alls of %s tensors go to %s: %s",
+                "process group %r (backend a2a), rank %d: calls with %s tensors go to %s: %s",
                 self.group_name,
                 self.rank(),
                 device_type,

@@ -34,7 +34,7 @@ from typing import Any
 
 from a2a.errors import UnsupportedError
 
-ABI = 2
+ABI = 3
 OK, FAILED, PEER_REFUSED, FORKED, NOT_OPEN, PENDING, INVALID = range(7)
 TEXTS = 256  # requests that a context keeps
 
@@ -85,6 +85,21 @@ class Even(Structure):
     _fields_ = (("context", c_void_p), ("request", c_uint64), ("bytes_per_peer", c_uint64))
 
 
+class Reduction(Structure):
+    """`a2a_reduction`: an all-reduce, reduce-scatter or all-gather, prepared."""
+
+    _fields_ = (
+        ("context", c_void_p),
+        ("request", c_uint32),
+        ("kind", c_uint32),
+        ("dtype", c_uint32),
+        ("reduce", c_uint32),
+        ("two_shot", c_uint32),
+        ("unused", c_uint32),
+        ("count", c_uint64),
+    )
+
+
 _P, _U32, _U64, _N = c_void_p, c_uint32, c_uint64, c_size_t
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -120,6 +135,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_all_to_all_even": (c_int, (_P, _U32, _P, _P, _N)),
     "a2a_all_to_all_again": (c_int, (_P, _P, _P)),
     "a2a_all_to_all": (c_int, (_P, _U32, _P, _P, _P, _P)),
+    "a2a_one_shot_bytes": (_N, ()),
+    "a2a_reduce": (c_int, (_P, _P, _P)),
+    "a2a_submit_reduction": (_P, (_P, _P, _P)),
     "a2a_submit": (_P, (_P, _U32, _P, _P, _P, _P)),
     "a2a_submit_refusal": (_P, (_P, _U32, c_char_p)),
     "a2a_test": (c_int, (_P,)),

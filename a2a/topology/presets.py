@@ -3,6 +3,7 @@
     cpu:N          one CPU host of N ranks
     cpu:AxB        A CPU hosts of B ranks
     h100:AxB       A hosts of B H100 GPUs (at most 8), NVLink 4 inside, 400 Gb/s InfiniBand per GPU between; h200 the same
+    b200:AxB       the same with B200 GPUs and NVLink 5
     gb200:nvl72xA  A racks of 72 GPUs, NVLink 5 inside, 400 Gb/s per GPU between; gb300 the same with 800 Gb/s
     gb200:AxB      A racks of which a job uses B GPUs (at most 72); gb300 the same
 
@@ -72,6 +73,60 @@ GB300_NET = Link(
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """A kind of machine as its maker specifies it: peaks, which no job reaches (`a2a.simulate` takes a fraction of each)."""
+
+    name: str
+    domain_size: int  # GPUs in a scale-up domain
+    job_size: int  # of which jobs usually take: a power of two, so that groups don't straddle domains
+    bf16_TFLOPS: float  # dense, a GPU
+    fp8_TFLOPS: float  # dense, a GPU
+    hbm_GBps: float
+    scale_up: Link  # the link's peak, a GPU, one way
+    scale_out: Link  # line rate, a GPU, one way
+    source: str
+
+
+def _nvlink(generation: int, bandwidth_GBps: float, source: str) -> Link:
+    return Link(
+        H200_NVLINK.latency_us,
+        bandwidth_GBps,
+        f"quoted: NVLink {generation}, {2 * bandwidth_GBps:g} GB/s per GPU both ways together, {source}; latency as "
+        "measured on two H200",
+    )
+
+
+_HOPPER = "989.4 TFLOP/s BF16 and 1,979 FP8 dense (half of what is quoted with sparsity)"
+_H100_PAGE = "https://www.nvidia.com/en-us/data-center/h100/"
+_H200_PAGE = "https://www.nvidia.com/en-us/data-center/h200/"
+_B200_PAGE = "https://www.nvidia.com/en-us/data-center/dgx-b200/"
+_GB200_PAGE = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
+_GB300_PAGE = "https://www.nvidia.com/en-us/data-center/gb300-nvl72/"
+_HGX = {
+    "h100": (989.4, 1979.0, 3350.0, _nvlink(4, 450.0, _H100_PAGE), f"{_HOPPER}, HBM3 3.35 TB/s: {_H100_PAGE}"),
+    "h200": (989.4, 1979.0, 4800.0, _nvlink(4, 450.0, _H200_PAGE), f"{_HOPPER}, HBM3e 4.8 TB/s: {_H200_PAGE}"),
+    "b200": (
+        2250.0, 4500.0, 8000.0, _nvlink(5, 900.0, _B200_PAGE),
+        f"a host of eight: 72 PFLOP/s FP8 with sparsity, so 4.5 a GPU dense, half of it BF16; HBM3e 64 TB/s: {_B200_PAGE}",
+    ),
+}  # fmt: skip
+_NVL72 = "a rack of 72: 720 PFLOP/s FP8 with sparsity, so 5 a GPU dense and half of it BF16; HBM3e 576 TB/s"
+
+# Hosts of eight by GPU and NIC ("h200-800": one 800 Gb/s NIC per GPU), and racks.
+HARDWARE = {
+    **{
+        f"{gpu}-{rate}": Hardware(f"{gpu}-{rate}", 8, 8, bf16, fp8, hbm, up, out, source)
+        for gpu, (bf16, fp8, hbm, up, source) in _HGX.items()
+        for rate, out in ((400, HOPPER_NET), (800, GB300_NET))
+    },
+    "gb200": Hardware("gb200", 72, 64, 2500.0, 5000.0, 8000.0, _nvlink(5, 900.0, _GB200_PAGE), GB200_NET,
+                      f"{_NVL72}: {_GB200_PAGE}"),
+    "gb300": Hardware("gb300", 72, 64, 2500.0, 5000.0, 8000.0, _nvlink(5, 900.0, _GB300_PAGE), GB300_NET,
+                      f"{_NVL72}: {_GB300_PAGE}"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
 class _Family:
     kind: Kind
     domain: str  # what a domain is called: "host" or "rack"
@@ -84,19 +139,23 @@ _FAMILIES = {
     "cpu": _Family("cpu_host", "host", _MAX_RANKS, CPU_SCALE_UP, CPU_SCALE_OUT),
     "h100": _Family("nvlink", "host", 8, H100_NVLINK, HOPPER_NET),
     "h200": _Family("nvlink", "host", 8, H200_NVLINK, HOPPER_NET),
+    "b200": _Family("nvlink", "host", 8, NVL72_NVLINK, HOPPER_NET),
     "gb200": _Family("nvlink", "rack", 72, NVL72_NVLINK, GB200_NET),
     "gb300": _Family("nvlink", "rack", 72, NVL72_NVLINK, GB300_NET),
 }
 
 # What `get` understands; A and B are whole numbers from 1.
-PATTERNS = ("cpu:N", "cpu:AxB", "h100:AxB", "h200:AxB", "gb200:nvl72xA", "gb200:AxB", "gb300:nvl72xA", "gb300:AxB")
+PATTERNS = (
+    *("cpu:N", "cpu:AxB", "h100:AxB", "h200:AxB", "b200:AxB"),
+    *("gb200:nvl72xA", "gb200:AxB", "gb300:nvl72xA", "gb300:AxB"),
+)
 
 
 def names() -> tuple[str, ...]:
     """List presets worth trying, each valid for `get`; `PATTERNS` says what other sizes exist."""
     return (
         *("cpu:1", "cpu:2", "cpu:4", "cpu:8", "cpu:2x2", "cpu:4x8"),
-        *("h100:1x8", "h100:4x8", "h200:1x2", "h200:1x8", "h200:4x8"),
+        *("h100:1x8", "h100:4x8", "h200:1x2", "h200:1x8", "h200:4x8", "b200:4x8"),
         *("gb200:nvl72x1", "gb200:nvl72x4", "gb200:4x64", "gb300:nvl72x1", "gb300:nvl72x4", "gb300:16x64"),
     )
 

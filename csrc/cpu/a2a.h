@@ -60,6 +60,43 @@ A2A_API int a2a_all_to_all_again(const a2a_even*, void* out, const void* in);
 A2A_API int a2a_all_to_all(a2a_context*, uint32_t request, void* const* out, const uint64_t* recv_bytes,
                            const void* const* in, const uint64_t* send_bytes);
 
+// --- prepared calls as a function of CPython's (python.cpp). Called with the GIL; objects of Python's are void*.
+typedef struct {                                                                  // by address, out of Python's C API
+  void* (*pointer_of)(void* capsule, const char* name);                           // PyCapsule_GetPointer
+  void* (*new_capsule)(void*, const char* name, void (*free)(void*));             // PyCapsule_New
+  void* (*new_function)(const void* definition, void* self, void* module);        // PyCFunction_NewEx
+  void* (*integer)(long);                                                         // PyLong_FromLong
+  void* (*call)(void* function, void* const* arguments, size_t, void* keywords);  // PyObject_Vectorcall
+  void (*forget)(void*);                                                          // Py_DecRef
+  void (*clear_error)(void);                                                      // PyErr_Clear
+  void* (*no_memory)(void);                                                       // PyErr_NoMemory
+  void* (*release_gil)(void);                                                     // PyEval_SaveThread
+  void (*take_gil)(void* thread);                                                 // PyEval_RestoreThread
+  int (*describe)(void* tensor, void* dltensor);  // dltensor_from_py_object_no_sync of torch's DLPack table
+  void *no, *is_neg, *is_conj;                    // False; methods of tensors
+} a2a_python;
+A2A_API void a2a_python_bind(const a2a_python*);  // once, before anything below
+A2A_API void* a2a_prepared_create(void);          // a capsule
+A2A_API void* a2a_prepared_function(
+    void* capsule);  // again(output, input): a Result, or -1: no such call was made before
+A2A_API void a2a_prepared_add(void* capsule, void* output, void* input, const a2a_even*, size_t num_bytes);
+A2A_API void a2a_prepared_clear(void* capsule);
+A2A_API size_t a2a_prepared_count(void* capsule);
+
+// --- all-reduce, reduce-scatter and all-gather of contiguous memory, prepared as above
+enum { A2A_ALL_REDUCE = 0, A2A_REDUCE_SCATTER = 1, A2A_ALL_GATHER = 2 };
+typedef struct {
+  a2a_context* context;
+  uint32_t request, kind;
+  uint32_t dtype, reduce;  // Dtype and ReduceOp of simd.h; not looked at by an all-gather
+  uint32_t two_shot, unused;
+  uint64_t
+      count;  // elements of the tensor (all-reduce) or of a rank's share (reduce-scatter); bytes of a share (all-gather)
+} a2a_reduction;
+A2A_API size_t a2a_one_shot_bytes(void);  // the most that a rank may put into a one-shot
+A2A_API int a2a_reduce(const a2a_reduction*, void* out, const void* in);
+A2A_API a2a_ticket* a2a_submit_reduction(const a2a_reduction*, void* out, const void* in);
+
 // --- the same, on the progress thread: first in first out with all else on this context
 A2A_API a2a_ticket* a2a_submit(a2a_context*, uint32_t request, void* const* out, const uint64_t* recv_bytes,
                                const void* const* in, const uint64_t* send_bytes);

@@ -23,6 +23,9 @@ struct a2a_ticket {
   char* refusal;       // not null: this rank refused the call
   char* told;          // not null: what the peer that refused it said, kept from later refusals
   a2a::Pair* pairs;
+  a2a_reduction reduction;  // if its context is not null
+  void* out;
+  const void* in;
 };
 
 namespace a2a {
@@ -47,6 +50,12 @@ void drop(a2a_ticket* t) {  // the mutex is held
   }
 }
 
+int run(Context& c, const a2a_ticket& t) {
+  if (t.refusal) return refuse(c, t.request, t.refusal, false);
+  if (t.reduction.context) return run_reduction(c, t.request, t.reduction, t.out, t.in, false);
+  return all_to_all_pairwise(c, t.request, t.pairs, false);
+}
+
 void* progress(void* argument) {
   Context& c = *static_cast<Context*>(argument);
   Queue& q = *c.queue;
@@ -58,8 +67,7 @@ void* progress(void* argument) {
     q.running = true;
     pthread_mutex_unlock(&q.mutex);
     pthread_mutex_lock(&q.op);
-    int rc =
-        t->refusal ? refuse(c, t->request, t->refusal, false) : all_to_all_pairwise(c, t->request, t->pairs, false);
+    const int rc = run(c, *t);
     const std::uint32_t peer = c.last_peer;
     char* told = rc == kPeerRefused ? strdup(c.refusal) : nullptr;
     pthread_mutex_unlock(&q.op);
@@ -171,6 +179,16 @@ a2a_ticket* a2a_submit(a2a_context* h, uint32_t request, void* const* out, const
   for (std::uint32_t p = 0; p < c.world; p++)
     t->pairs[p] = {static_cast<const std::uint8_t*>(in[p]), static_cast<std::uint8_t*>(out[p]), send_bytes[p],
                    recv_bytes[p]};
+  return submit(c, t);
+}
+
+a2a_ticket* a2a_submit_reduction(const a2a_reduction* call, void* out, const void* in) {
+  Context& c = *reinterpret_cast<Context*>(call->context);
+  auto* t = static_cast<a2a_ticket*>(std::calloc(1, sizeof(a2a_ticket)));
+  t->request = c.requests[call->request % kTexts];
+  t->reduction = *call;
+  t->out = out;
+  t->in = in;
   return submit(c, t);
 }
 

@@ -1,5 +1,6 @@
 // The progress thread of a context: asynchronous calls, first in first out.
 #pragma once
+#include "a2a.h"
 #include "signal.h"
 
 namespace a2a {
@@ -17,6 +18,13 @@ struct Pair {
 
 // all_to_all_pairwise.cpp. The caller holds the lock.
 int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, bool inline_call);
+// reduce_one_shot.cpp, reduce_two_shot.cpp; `run_reduction` is either.
+int reduce_one_shot(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
+                    bool inline_call);
+int reduce_two_shot(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
+                    bool inline_call);
+int run_reduction(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
+                  bool inline_call);
 int refuse(Context& c, const Request& request, const char* why, bool inline_call);
 
 }  // namespace a2a

@@ -40,7 +40,8 @@ enum Mutant {
   kEarlyPublish = 16,
   kSilentFailure = 17,
   kTrustTorn = 18,
-  kLateFlag = 19
+  kLateFlag = 19,
+  kOneInput = 20
 };
 constexpr bool mutant(int which) { return A2A_MUTANT == which; }
 
@@ -63,6 +64,7 @@ constexpr std::uint32_t kTexts = 256;     // request descriptions kept per rank
 constexpr std::size_t kTextBytes = 192;
 constexpr std::size_t kCauseBytes = 1024;
 constexpr std::size_t kBounce = 256 << 10;
+constexpr std::size_t kOneShotBytes = 64 << 10;  // the largest input of a one-shot
 
 struct alignas(kLine) Word {
   std::atomic<std::uint32_t> value;
@@ -114,7 +116,7 @@ struct Geometry {
   std::size_t eager_bytes, slot_bytes;  // per ordered pair
   std::uint32_t publish_slots = 4;
   std::size_t publish_bytes;  // per rank
-  std::size_t states, bells, entries, words, texts, causes, eager, rings, published, total;
+  std::size_t states, bells, entries, words, texts, causes, eager, rings, published, inputs, total;
 
   enum Kind { kProduced, kConsumed, kPushDone, kPullDone, kTaken, kKinds };  // words of an ordered pair
 
@@ -138,6 +140,7 @@ struct Geometry {
     eager = take(P * P * 2 * eager_bytes);
     rings = take(P * P * ring_slots * slot_bytes);
     published = take(P * publish_slots * publish_bytes);
+    inputs = take(P * 2 * kOneShotBytes);
     total = at;
   }
 };
@@ -219,6 +222,11 @@ struct Context {
   }
   std::uint8_t* publication(std::uint32_t r, std::uint32_t n) {
     return base + geo.published + (std::size_t(r) * geo.publish_slots + n % geo.publish_slots) * geo.publish_bytes;
+  }
+
+  std::uint8_t* input(std::uint32_t r, std::uint32_t e) {
+    const std::uint32_t parity = mutant(kOneInput) ? 0 : (e & 1);
+    return base + geo.inputs + (std::size_t(r) * 2 + parity) * kOneShotBytes;
   }
 
   // Symmetric addresses: segment + 1 in the high 16 bits, offset below; 0 is "not symmetric". A plain address of a process has

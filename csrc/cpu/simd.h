@@ -5,9 +5,24 @@
 
 namespace a2a {
 
-enum Dtype : std::uint32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum Dtype : std::uint32_t {
+  kFloat32 = 0,
+  kBfloat16 = 1,
+  kFloat16 = 2,
+  kFloat64 = 3,  // from here on for reductions only
+  kUint8 = 4,
+  kInt8 = 5,
+  kInt16 = 6,
+  kInt32 = 7,
+  kInt64 = 8,
+  kDtypes = 9
+};
+enum ReduceOp : std::uint32_t { kSum = 0, kAvg = 1, kMax = 2, kMin = 3, kReduceOps = 4 };
 enum Wire : std::uint32_t { kNoWire = 0, kFp8 = 1, kMxfp8 = 2 };
-constexpr std::size_t dtype_bytes(std::uint32_t d) { return d == kFloat32 ? 4 : 2; }
+constexpr std::size_t dtype_bytes(std::uint32_t d) {
+  constexpr std::uint8_t bytes[kDtypes] = {4, 2, 2, 8, 1, 1, 2, 4, 8};
+  return bytes[d];
+}
 constexpr std::size_t wire_block(std::uint32_t w) { return w == kFp8 ? 128 : 32; }
 constexpr std::size_t scale_bytes(std::uint32_t w) { return w == kFp8 ? 4 : 1; }
 
@@ -33,6 +48,9 @@ struct Simd {
                    std::size_t columns);
   void (*dequantize)(std::uint32_t dtype, std::uint32_t wire, void* x, const std::uint8_t* q,
                      const std::uint8_t* scales, std::size_t columns);
+  // out = in[0] op in[1] op ...: from the first term; bfloat16 and float16 in float32, rounded once. out may be one of in.
+  void (*reduce)(std::uint32_t dtype, std::uint32_t op, void* out, const void* const* in, std::size_t n,
+                 std::size_t count);
 };
 
 const Simd& simd();

@@ -229,8 +229,7 @@ __device__ inline std::uint32_t place_of(std::uint32_t home, std::uint32_t lane)
 __device__ inline bool again(Wait& wait, const Moe& m, std::uint32_t epoch, std::uint32_t peer) {
   return wait.again(peer, [&](std::uint32_t blamed) {
     for (std::uint32_t r = 0; r < kWorld; r++)
-      if (r != m.rank() &&
-          ptx::load_relaxed_sys(&m.place.control(m.rank())->headers[r][epoch % 2].request).x != epoch)
+      if (r != m.rank() && ptx::load_relaxed_sys(&m.place.control(m.rank())->headers[r][epoch % 2].request).x != epoch)
         return r;
     return blamed;
   });

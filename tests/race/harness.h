@@ -164,6 +164,33 @@ class Exchanges {
   std::vector<std::unique_ptr<Exchange>> under_way_;
 };
 
+// ---- reductions.cpp: a rank's sequence of random all-reduces, reduce-scatters and all-gathers
+
+enum class Memory { kAny, kOrdinary, kSymmetric };
+
+class Reductions {
+ public:
+  Reductions(Rank& rank, bool two_shot, Memory memory = Memory::kAny, bool async = false);
+  ~Reductions();
+  void step();
+  void drain();
+
+ private:
+  struct Call;
+  std::size_t draw_share(std::uint32_t shares);
+  std::uint8_t* place(std::size_t bytes);
+  void prepare(Call& x);
+  void check(const Call& x) const;
+  void finish_first();
+
+  Rank& r_;
+  const bool two_shot_, async_;
+  const Memory memory_;
+  const std::uint32_t request_;
+  std::uint32_t calls_ = 0;
+  std::vector<Call> under_way_;
+};
+
 // ---- layers.cpp: a rank's sequence of Mixture-of-Experts layers
 
 class Layers {

@@ -22,6 +22,14 @@ void layers(std::uint64_t seed, Layers::Part part, int steps) {
   });
 }
 
+void reductions(std::uint64_t seed, bool two_shot, Memory memory, int steps, bool async = false) {
+  World world(seed, ranks_of(seed), Sleep::kUntilRung);
+  world.run([&](Rank& rank) {
+    Reductions reductions(rank, two_shot, memory, async);
+    for (int i = 0; i < steps; i++) reductions.step();
+  });
+}
+
 // All of it on one communicator, whose entries, rings and staging they share.
 void mixed(std::uint64_t seed) {
   World world(seed, ranks_of(seed), Sleep::kUntilRung, mix(seed) % 2);
@@ -29,10 +37,14 @@ void mixed(std::uint64_t seed) {
     Exchanges exchanges(rank, Way::kAny, true, true);
     Layers layers(rank);
     for (int i = 0; i < 40; i++) {
-      if (rank.plan.one_in(3))
+      if (rank.plan.one_in(3)) {
         layers.step();
-      else
+      } else if (rank.plan.one_in(2)) {
+        exchanges.drain();  // they share the arenas
+        Reductions(rank, rank.plan.one_in(2)).step();
+      } else {
         exchanges.step();
+      }
     }
   });
 }
@@ -43,6 +55,8 @@ void alone(std::uint64_t seed) {
     Exchanges exchanges(rank, Way::kAny, true, false);
     Layers layers(rank);
     for (int i = 0; i < 10; i++) rank.plan.one_in(2) ? layers.step() : exchanges.step();
+    exchanges.drain();
+    for (int i = 0; i < 10; i++) Reductions(rank, rank.plan.one_in(2)).step();
   });
 }
 
@@ -75,6 +89,10 @@ const std::vector<Scenario> kScenarios = {
     {"dispatch", [](std::uint64_t seed) { layers(seed, Layers::kDispatch, 20); }},
     {"combine", [](std::uint64_t seed) { layers(seed, Layers::kCombine, 10); }},
     {"spread", [](std::uint64_t seed) { layers(seed, Layers::kSpread, 10); }},
+    {"one_shot", [](std::uint64_t seed) { reductions(seed, false, Memory::kAny, 60); }},
+    {"two_shot", [](std::uint64_t seed) { reductions(seed, true, Memory::kAny, 30, true); }},
+    {"reduce_staged", [](std::uint64_t seed) { reductions(seed, true, Memory::kOrdinary, 30); }},
+    {"reduce_direct", [](std::uint64_t seed) { reductions(seed, true, Memory::kSymmetric, 30); }},
     {"mixed", mixed},
     {"alone", alone},
     {"long_quiet", long_quiet},

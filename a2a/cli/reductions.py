@@ -1,0 +1,153 @@
+"""The implementations that `a2a bench all_reduce`, `reduce_scatter` and `all_gather` time against each other.
+
+Rank r contributes small whole numbers that each rank can compute for every other, so that results are compared exactly in
+every dtype. Sizes are nccl-tests': of the whole tensor, which a reduce-scatter reads and an all-gather fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from a2a.cli.exchanges import POISON
+from a2a.measure import Contender
+from a2a.plan import Request, choose
+
+if TYPE_CHECKING:
+    from a2a.comm import Communicator
+
+OPS = ("all_reduce", "reduce_scatter", "all_gather")
+_PERIOD = 7  # values are below it: sums of a few ranks are exact in every dtype
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One all-reduce (of sums), reduce-scatter (of sums) or all-gather.
+
+    Attributes:
+        share: elements of a rank's share of the whole tensor.
+        rank: whose side this is.
+    """
+
+    op: str
+    share: int
+    dtype: torch.dtype
+    rank: int
+    world_size: int
+
+    @staticmethod
+    def of_bytes(op: str, num_bytes: int, dtype: torch.dtype, rank: int, world_size: int) -> Reduction:
+        """With a whole tensor of `num_bytes`, rounded down to equal shares as nccl-tests does."""
+        share = num_bytes // dtype.itemsize // world_size
+        if share == 0:
+            raise ValueError(f"--bytes {num_bytes}: less than one {dtype} for each of {world_size} ranks")
+        return Reduction(op, share, dtype, rank, world_size)
+
+    @property
+    def whole(self) -> int:
+        return self.share * self.world_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.whole * self.dtype.itemsize
+
+    @property
+    def sends(self) -> int:
+        """Elements of a rank's input."""
+        return self.share if self.op == "all_gather" else self.whole
+
+    def pattern(self, rank: int) -> Tensor:
+        return ((torch.arange(self.sends) + 3 * rank) % _PERIOD).to(self.dtype)
+
+    def wrong(self, output: Tensor) -> int:
+        """How many elements of `output` are not what this rank should have received."""
+        inputs = [self.pattern(rank) for rank in range(self.world_size)]
+        if self.op == "all_gather":
+            expected = torch.cat(inputs)
+        else:
+            expected = torch.stack(inputs).sum(0, dtype=self.dtype)
+        if self.op == "reduce_scatter":
+            expected = expected[self.rank * self.share : (self.rank + 1) * self.share]
+        return int((output != expected).sum())
+
+
+def a2a_contender(reduction: Reduction, comm: Communicator, memory: str) -> Contender:
+    """a2a's function on tensors from `comm.empty` (memory "symmetric") or from torch ("ordinary")."""
+    import a2a
+
+    def make(count: int) -> Tensor:
+        if memory == "symmetric":
+            return comm.empty((count,), reduction.dtype)
+        return torch.empty(count, dtype=reduction.dtype)
+
+    functions = (a2a.all_reduce, a2a.reduce_scatter_tensor, a2a.all_gather_into_tensor)
+    bytes_sent = reduction.sends * reduction.dtype.itemsize
+    detail = () if reduction.op == "all_gather" else (("reduce_op", "sum"),)
+    plan = choose(Request(reduction.op, reduction.dtype, bytes_sent, detail), comm)
+    return _contender("a2a", reduction, make, functions, comm, algorithm=plan.algorithm.name)
+
+
+def dist_contender(name: str, reduction: Reduction, group: dist.ProcessGroup | None) -> Contender:
+    """torch.distributed's function on a group: gloo's, or one of backend "a2a"."""
+
+    def make(count: int) -> Tensor:
+        return torch.empty(count, dtype=reduction.dtype)
+
+    functions = (dist.all_reduce, dist.reduce_scatter_tensor, dist.all_gather_into_tensor)
+    return _contender(name, reduction, make, functions, group, optional=name != "a2a")
+
+
+def memcpy_contender(reduction: Reduction) -> Contender:
+    """torch's copy of a whole tensor on every rank at once: what moving these bytes costs without any ranks to talk to."""
+    source = torch.empty(reduction.whole, dtype=reduction.dtype).view(torch.uint8).fill_(POISON)
+    output = torch.empty_like(source)
+
+    def call() -> object:
+        return output.copy_(source)
+
+    def check() -> int:
+        output.zero_()
+        call()
+        return int((output != source).sum())
+
+    return Contender("memcpy", call, check)
+
+
+def _contender(
+    name: str,
+    reduction: Reduction,
+    make: Callable[[int], Tensor],
+    functions: tuple[Any, Any, Any],
+    group: Any,
+    *,
+    algorithm: str = "-",
+    optional: bool = False,
+) -> Contender:
+    source = make(reduction.sends)
+    if reduction.op == "all_reduce":
+        output = source  # sums grow from call to call, which takes no longer
+    else:
+        output = make(reduction.share if reduction.op == "reduce_scatter" else reduction.whole)
+    all_reduce, reduce_scatter, all_gather = functions
+
+    def call() -> object:
+        if reduction.op == "all_reduce":
+            return all_reduce(source, group=group)
+        if reduction.op == "reduce_scatter":
+            return reduce_scatter(output, source, group=group)
+        return all_gather(output, source, group=group)
+
+    def check() -> int:
+        output.view(torch.uint8).fill_(POISON)
+        source.copy_(reduction.pattern(reduction.rank))
+        if group is not None and algorithm != "-":
+            dist.barrier()  # poison is not stored over what a peer has sent
+        call()
+        return reduction.wrong(output)
+
+    return Contender(name, call, check, algorithm=algorithm, optional=optional)

@@ -1,0 +1,277 @@
+"""All-reduce, reduce-scatter and all-gather, with torch.distributed's names, arguments and meaning.
+
+As in ops.py: a synchronous call that repeats an earlier one takes the fast way, one dictionary look-up and one call into C.
+Everything else is checked here: what one rank can see by itself raises ValueError or TypeError on that rank, whose peers
+are told with the communicator still in step; what only shows between ranks is found by the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from a2a.algorithms.base import Request
+from a2a.algorithms.reduction_base import Reduction
+from a2a.comm import Communicator
+from a2a.ops import _check_pair, _comm, _named, _tensor, _traced
+from a2a.plan import Plan, choose
+from a2a.work import Work
+
+_MOST_KEPT = 1024  # plans and prepared calls of a communicator
+_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+_Tensor = torch.Tensor
+_is_compiling = torch.compiler.is_compiling
+_profiling = torch._C._autograd._profiler_enabled
+
+
+def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+    """Reduce `tensor` over all ranks of `group`; every rank ends with the same bits.
+
+    Args:
+        tensor: any shape and strides, on the group's device; a torch tensor or an array as `all_to_all_single` takes.
+            Overwritten.
+        op: SUM, AVG, MAX or MIN of float16, bfloat16, float32, float64, uint8 or int8 to int64, in rank order from the first
+            term. float16 and bfloat16 are summed in float32 and rounded once; integers wrap around. AVG is the sum, then one
+            true division, and takes no integers. A NaN of any rank is the result of MAX and MIN. Other ops and dtypes go to
+            the group's own engine.
+        group: a ProcessGroup, a Communicator, or None for the default group.
+        async_op: return at once, before any peer has come.
+    Returns: Work if `async_op`, else None.
+    Raises:
+        ValueError, TypeError: arguments that can't be right; peers in the same call raise MismatchError.
+        MismatchError: ranks disagree on op, dtype or number of elements.
+        PeerTimeoutError: a peer died, or did not come within the communicator's deadline. Names it.
+    Cost: `a2a plan all_reduce --bytes N` prints it.
+    Like: torch.distributed.all_reduce. Differs: bitwise equal on all ranks, runs and algorithms; AVG also on CPUs.
+    """
+    if _is_compiling():
+        return _traced("all_reduce", tensor, op, group, async_op)
+    comm = group if type(group) is Communicator else _comm(group, "all_reduce", tensor)
+    if not async_op and type(tensor) is _Tensor:
+        ready = comm.repeated.get(("all_reduce", op, tensor.dtype, tensor.shape)) if type(op) is _ReduceOp else None
+        if ready is not None and tensor.get_device() == -1 and _is_plain(tensor) and not _profiling():
+            address = tensor.data_ptr()
+            result = ready.call(ready.address, address, address)
+            if result:
+                comm.raise_failure(result, "all_reduce")
+            return None
+    with _named("all_reduce"):
+        return _reduction(comm, "all_reduce", "all_reduce", tensor, tensor, op, async_op)
+
+
+def reduce_scatter_tensor(
+    output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Reduce `input` over all ranks of `group`; rank r's `output` is the r-th of the result's equal shares.
+
+    Args:
+        output, input: of one dtype; `input` has world_size times as many elements as `output`, whatever their shapes.
+            `output` is overwritten; it may be this rank's share of `input`.
+        op, group, async_op: as in `all_reduce`.
+    Returns, Raises: as in `all_reduce`.
+    Cost: `a2a plan reduce_scatter --bytes N` prints it.
+    Like: torch.distributed.reduce_scatter_tensor. Differs: the bits are those of `all_reduce`.
+    """
+    if _is_compiling():
+        return _traced("reduce_scatter_tensor", output, input, op, group, async_op)
+    comm = group if type(group) is Communicator else _comm(group, "reduce_scatter_tensor", input)
+    if not async_op and type(op) is _ReduceOp and _run_prepared(comm, "reduce_scatter_tensor", op, output, input):
+        return None
+    with _named("reduce_scatter_tensor"):
+        return _reduction(comm, "reduce_scatter", "reduce_scatter_tensor", output, input, op, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Fill `output_tensor` with the `input_tensor` of every rank of `group`, in rank order.
+
+    Args:
+        output_tensor, input_tensor: of one dtype, any; `output_tensor` has world_size times as many elements, whatever their
+            shapes. `output_tensor` is overwritten; `input_tensor` may be this rank's share of it. An `output_tensor` of
+            `Communicator.empty` is stored to by the peers.
+        group, async_op: as in `all_reduce`.
+    Returns, Raises: as in `all_reduce`.
+    Cost: `a2a plan all_gather --bytes N` prints it.
+    Like: torch.distributed.all_gather_into_tensor. Differs: every dtype.
+    """
+    if _is_compiling():
+        return _traced("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
+    op, comm = "all_gather_into_tensor", group
+    if type(comm) is not Communicator:
+        comm = _comm(group, op, input_tensor)
+    if not async_op and _run_prepared(comm, op, None, output_tensor, input_tensor):
+        return None
+    with _named(op):
+        return _reduction(comm, "all_gather", op, output_tensor, input_tensor, None, async_op)
+
+
+_ReduceOp = type(dist.ReduceOp.SUM)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values, in order: no view that negates or conjugates them."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
+def _run_prepared(comm: Communicator, op: str, reduce_op: Any, output: Any, input: Any) -> bool:
+    """Make the call if one like it was made before."""
+    if not (type(input) is type(output) is _Tensor):
+        return False
+    ready = comm.repeated.get((op, reduce_op, input.dtype, input.shape, output.shape))
+    if (
+        ready is None
+        or output.dtype is not input.dtype
+        or not (_is_plain(input) and _is_plain(output))
+        or not input.get_device() == output.get_device() == -1
+        or _profiling()
+    ):
+        return False
+    to, of = output.data_ptr(), input.data_ptr()
+    if not (of + input.nbytes <= to or to + output.nbytes <= of):
+        return False  # they overlap
+    result = ready.call(ready.address, to, of)
+    if result:
+        comm.raise_failure(result, op)
+    return True
+
+
+# ---------------------------------------------------------------- the checked way
+
+
+def _reduction(
+    comm: Communicator, kind: str, op: str, output: Any, input: Any, reduce_op: Any, async_op: bool
+) -> Work | None:
+    """`kind`: what the planner calls it; `op`: what the user does. `output` is `input` in an all-reduce."""
+    comm.check_open(op)
+    in_place = output is input
+    try:
+        inp = _tensor(input, f"{op}: {'output' if in_place else 'input'}", comm.device)
+        out = inp if in_place else _tensor(output, f"{op}: output", comm.device)
+        _check_pair(op, comm, out, inp)
+        _check_sizes(op, kind, comm, out, inp)
+        reduces = "" if kind == "all_gather" else _reduce_name(op, reduce_op, inp)
+    except (ValueError, TypeError) as error:
+        _refuse(comm, kind, op, error, async_op)
+        raise
+    dtype, count = str(inp.dtype).removeprefix("torch."), min(inp.numel(), out.numel())
+    detail = (("reduce_op", reduces),) if reduces else ()
+    asked = Request(kind, inp.dtype, inp.numel() * inp.element_size(), detail)
+    algorithm = _algorithm(comm, asked)
+    of = ", ".join(filter(None, (dtype, reduces, f"{count} elements")))
+    request = algorithm.register(comm, f"{op}|{dtype}|{reduces}|{count}|{algorithm.name}", f"{op}({of})")
+    source, target, finish = _memory(kind, comm, out, inp)
+    if async_op:
+        work = algorithm.submit(comm, asked, request, target, source, reduce_op, [out], finish)
+        return work if out is output and inp is input else work.holding(comm, [out, inp])
+    algorithm.run(comm, asked, request, target, source, reduce_op)
+    finish()
+    ready = algorithm.prepare(comm, asked, request, target)
+    if ready is not None:
+        if len(comm.repeated) >= _MOST_KEPT:
+            comm.repeated.clear()
+        shapes = (inp.shape,) if in_place else (inp.shape, out.shape)
+        if reduce_op is None or type(reduce_op) is _ReduceOp:  # a ReduceOp object has no hash
+            comm.repeated[(op, reduce_op, inp.dtype, *shapes)] = ready
+    return None
+
+
+def _key(asked: Request) -> str:
+    return f"{asked.op}|{asked.dtype}|{asked.num_bytes}|{asked.detail}"
+
+
+def _algorithm(comm: Communicator, asked: Request) -> Reduction:
+    key = _key(asked)
+    plan: Plan | None = comm.plans.get(key)
+    if plan is None:
+        if len(comm.plans) >= _MOST_KEPT:
+            comm.plans.clear()
+        plan = comm.plans[key] = choose(asked, comm)
+    assert isinstance(plan.algorithm, Reduction)
+    return plan.algorithm
+
+
+def why_handed_over(comm: Communicator, kind: str, tensor: torch.Tensor, reduce_op: Any) -> str | None:
+    """Why the group's own engine does a call with this input; None: a2a does it. `kind` is what the planner calls it."""
+    detail = () if kind == "all_gather" else (("reduce_op", _NAMES.get(reduce_op, "premul_sum")),)
+    asked = Request(kind, tensor.dtype, tensor.numel() * tensor.element_size(), detail)
+    algorithm = _algorithm(comm, asked)
+    if not algorithm.baseline:
+        return None
+    plan: Plan = comm.plans[_key(asked)]
+    return dict(plan.rejected).get("two_shot", f"{algorithm.name} is planned")
+
+
+def reduce_op_of(given: Any) -> Any:
+    """A ReduceOp object as the member of the enumeration that it equals, if it does; None: SUM."""
+    if given is None or type(given) is _ReduceOp:
+        return dist.ReduceOp.SUM if given is None else given
+    return next((known for known in _NAMES if given == known), given)
+
+
+def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: bool) -> None:
+    """Tell the peers, whichever algorithm they use: its first signal is the same."""
+    algorithm = _algorithm(comm, Request(kind, torch.float32, 0, (("reduce_op", "sum"),)))
+    request = algorithm.register(comm, f"{op}|?", f"{op} (refused)")
+    algorithm.refuse(comm, request, op, f"{type(error).__name__}: {error}", async_op)
+
+
+def _reduce_name(op: str, reduce_op: Any, tensor: torch.Tensor) -> str:
+    if not isinstance(reduce_op, (dist.ReduceOp, _ReduceOp)):
+        raise TypeError(f"{op}: op must be a torch.distributed.ReduceOp; got {reduce_op!r} of {type(reduce_op)}")
+    name = _NAMES.get(reduce_op_of(reduce_op), "premul_sum")
+    if name == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"{op}: AVG takes floating point numbers; got {tensor.dtype}. Use SUM and divide as you need")
+    return name
+
+
+def _check_sizes(op: str, kind: str, comm: Communicator, out: torch.Tensor, inp: torch.Tensor) -> None:
+    if kind == "all_reduce":
+        return
+    whole, share = (("output", out), ("input", inp)) if kind == "all_gather" else (("input", inp), ("output", out))
+    if whole[1].numel() != share[1].numel() * comm.world_size:
+        raise ValueError(
+            f"{op}: {whole[0]} tensor size must be equal to world_size times {share[0]} tensor size: {whole[0]} has "
+            f"{whole[1].numel()} elements, {share[0]} {share[1].numel()}, the group {comm.world_size} ranks"
+        )
+
+
+def _memory(
+    kind: str, comm: Communicator, out: torch.Tensor, inp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    """(what to read, where to store, what to do afterwards)."""
+    source, target = inp.detach().resolve_conj().resolve_neg().contiguous(), out.detach()
+    if kind == "all_reduce":
+        target = source
+    elif not target.is_contiguous() or target.is_conj() or target.is_neg():
+        target = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    elif _overlap(source, target):
+        whole, share = (target, source) if kind == "all_gather" else (source, target)
+        if share.data_ptr() != whole.data_ptr() + comm.rank * share.nbytes:
+            source = source.clone()  # shares arrive while others are still to be sent
+
+    def finish() -> None:
+        if target.data_ptr() != out.data_ptr():
+            with torch.no_grad():
+                out.copy_(target)
+        elif not out.is_inference():
+            increment_version(out)
+
+    return source, target, finish
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

@@ -1,0 +1,69 @@
+// reduce_one_shot: every rank publishes its whole input once; every rank takes what it needs of all of them.
+//   all-reduce      out[i] = in_0[i] op in_1[i] op ...                      rank order, from the first term
+//   reduce-scatter  the same for the rank's own share of the inputs
+//   all-gather      out[r] = in_r                                           bytes
+//   Sums of bfloat16 and float16 are taken in float32 and rounded once: the same bits on every rank and as two-shot's.
+// Cost     1 step; input bytes stored once, loaded by every rank
+// Buffers  in and out private, out may be in; inputs cross in the ranks' input slots, two a rank
+// VISIBLE  S stores its input slot, then every peer's entry.epoch (seq_cst); R loads epoch (acquire), then the slot.
+// REUSE    two slots, by parity: S stores slot e + 2 after it saw every R's entry e + 1, which R posts after it is done with e.
+// PROGRESS entries are posted before they are waited for, and nothing else is.
+// FAILURE  as in signal.h; out is as it was.
+#include <cstring>
+
+#include "a2a.h"
+#include "queue.h"
+#include "signal.h"
+#include "simd.h"
+
+namespace a2a {
+
+int reduce_one_shot(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
+                    bool inline_call) {
+  const std::uint32_t P = c.world, me = c.rank;
+  const std::size_t element = call.kind == A2A_ALL_GATHER ? 1 : dtype_bytes(call.dtype);
+  const std::size_t share = call.count * element, bytes = call.kind == A2A_REDUCE_SCATTER ? share * P : share;
+  if (bytes > kOneShotBytes) return kInvalid;
+  if (int rc = begin_op(c, request.text, inline_call)) return rc;
+  const std::uint32_t e = c.epoch;
+  if (bytes) std::memcpy(c.input(me, e), in, bytes);
+  for (std::uint32_t i = 1; i < P; i++) {
+    const std::uint32_t p = (me + i) % P;
+    Entry& entry = c.entry(p, me, e);
+    entry.digest = request.digest;
+    entry.row_bytes = request.row_bytes;
+    entry.text = request.text;
+    post_entry(c, p, e);
+  }
+  if (int rc = await_entries(c, request, inline_call)) return rc;
+  if (call.kind == A2A_ALL_GATHER) {
+    for (std::uint32_t p = 0; p < P && bytes; p++)
+      std::memcpy(static_cast<std::uint8_t*>(out) + p * share, c.input(p, e), share);
+  } else if (bytes) {
+    const void** terms = static_cast<const void**>(__builtin_alloca(P * sizeof(void*)));
+    for (std::uint32_t p = 0; p < P; p++) terms[p] = c.input(p, e) + (call.kind == A2A_REDUCE_SCATTER ? me * share : 0);
+    simd().reduce(call.dtype, call.reduce, out, terms, P, call.count);
+  }
+  c.bytes_eager += bytes * (P - 1);
+  return kOk;
+}
+
+int run_reduction(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
+                  bool inline_call) {
+  if (call.kind > A2A_ALL_GATHER || call.dtype >= kDtypes || call.reduce >= kReduceOps) return kInvalid;
+  return (call.two_shot ? reduce_two_shot : reduce_one_shot)(c, request, call, out, in, inline_call);
+}
+
+}  // namespace a2a
+
+using namespace a2a;
+
+size_t a2a_one_shot_bytes(void) { return kOneShotBytes; }
+
+int a2a_reduce(const a2a_reduction* call, void* out, const void* in) {
+  Context& c = *reinterpret_cast<Context*>(call->context);
+  lock(c, true);
+  const int rc = run_reduction(c, c.requests[call->request % kTexts], *call, out, in, true);
+  unlock(c);
+  return rc;
+}
