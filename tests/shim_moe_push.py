@@ -1,7 +1,7 @@
 """csrc/cuda/moe_push_*.cu on the emulated machine, behind their own host code: a2a/algorithms/moe_push.py as it is.
 
-A layer is compiled small and gets rounds of random calls. Every tensor that a rank gets is compared with moe_reference, bit for
-bit. `python tests/shim_moe_push.py LAYER SEEDS` runs one.
+A layer is compiled small and gets rounds of random calls. Every tensor that a rank gets is compared with moe_reference, bit
+for bit. `python tests/shim_moe_push.py LAYER FIRST SEEDS [SCENARIO ...]` runs one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from moe_reference import Tokens
 from pool import PRELOADED
 from shim_build import Replacement, library, located
 from shim_host import CLOSED_AT, OK_AT, FailedError, FakeCuda, FakeTorch, Machine, Rank
-from shim_moe_rounds import BF16, F16, F32, OPS, Layer, Round, compare, make_round
+from shim_moe_rounds import F16, F32, OPS, Layer, Round, compare, make_round
 
 SOURCES = ("moe_push_send", "moe_push_expand", "moe_push_sum")
 SMALL = (
@@ -48,7 +48,7 @@ def replacements(layer: Layer) -> tuple[Replacement, ...]:
 
 
 def set_up(layer: Layer) -> dict[str, int]:
-    """Have a2a/algorithms/moe_push.py run on the machine, with this layer's cuts. Returns what its kernels are compiled with."""
+    """Have a2a/algorithms/moe_push.py run on the machine, cut as this layer says. Returns its kernels' defines."""
     m: Any = moe_push
     m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), layer.team, layer.senders, (64, 128)
     m._PIECE_BYTES, m._SUM_THREADS = 512, 64
@@ -69,7 +69,7 @@ def set_up(layer: Layer) -> dict[str, int]:
     exchange._transport = SimpleNamespace(place=SimpleNamespace(device=None, arch="", context=0, host=0))
     try:
         exchange._load(0)
-    except _Asked:
+    except _AskedError:
         pass
     m.cuda = FakeCuda(asks.defines)
     return asks.defines
@@ -78,7 +78,7 @@ def set_up(layer: Layer) -> dict[str, int]:
 _GEOMETRY_OF, _STAGING_BYTES = moe_push.Geometry.of, moe_push._STAGING_BYTES
 
 
-class _Asked(Exception):
+class _AskedError(Exception):
     pass
 
 
@@ -91,7 +91,7 @@ class _Asks:
     def modules(self, names: list[str], arch: str, defines: tuple[tuple[str, int], ...], context: int) -> None:
         assert tuple(names) == SOURCES
         self.defines = dict(defines)
-        raise _Asked
+        raise _AskedError
 
 
 # ---- on a rank
@@ -235,7 +235,9 @@ class Failing:
 
     def check(self, rank: Rank, record: int) -> None:
         cause, by, who = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF
-        told = f"rank {rank.rank} was told cause {cause} of rank {who} by rank {by}; the culprit is {self.culprit}: {self.how}"
+        told = (
+            f"rank {rank.rank} was told cause {cause} of rank {who} by {by}; the culprit is {self.culprit}: {self.how}"
+        )
         mutual = self.how == "mismatch" and by == self.culprit
         assert cause == CAUSES[self.how] and (who == self.culprit or mutual), told
         assert rank.word(OK_AT, ctypes.c_uint32).value == 0, "ok is still set"
@@ -253,6 +255,7 @@ LAYERS = {
     "eight_ranks": Layer(world_size=8, max_tokens=9, num_experts=17, top_k=4, hidden=16, summers=1, rounds=2),
     "two_warps": Layer(max_tokens=40, max_rows=400, chunks=2, team=64),
     "max_rows": Layer(world_size=3, max_tokens=6, max_rows=80, top_k=2, rounds=5),
+    "dispatches": Layer(max_tokens=2, max_rows=20, top_k=1, hidden=8, rounds=20, only_dispatch=True),
     "overflows": Layer(max_tokens=20, max_rows=40),
     "short_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=14, num_experts=4, top_k=2, hidden=24, rounds=2),
     "ring_of_a_chunk": Layer(world_size=2, chunks=6, ring=5, max_tokens=48, hidden=16, max_rows=400, alignment=8),
@@ -280,6 +283,16 @@ LAYERS = {
         world_size=2, wire="mxfp8", rows="wire", layout="compact", hidden=264, dtype=F32, max_tokens=12
     ),
 }
+
+FAILURES = [("one_chunk", how) for how in CAUSES if how != "overflow"]
+FAILURES += [
+    ("short_ring", "absent"),
+    ("chunks", "closed"),
+    ("chunks", "refused"),
+    ("chunks", "out_of_range"),
+    ("overflows", "overflow"),
+]
+
 
 # ---- jobs: a process each, since whatever is noticed ends it
 
@@ -335,87 +348,28 @@ def run(
     return process.exitcode, located(log.read_text())
 
 
-# ---- mutants
+def run_all(folder: Path, seeds: int) -> int:
+    """Every layer and every failure; one a core at a time. The first exit code that is not 0."""
 
+    def one(job: tuple[str, str]) -> int:
+        name, scenario = job
+        code, said = run(folder, LAYERS[name], (scenario,), seeds, timeout_s=None)
+        print(f"moe_push, {name}, {scenario}: {said or 'ok'}", flush=True)
+        return code
 
-@dataclass(frozen=True)
-class MoeMutant:
-    """A line broken, the argument that it breaks, and the layer and scenario that must notice."""
-
-    name: str
-    argument: str
-    replacement: Replacement
-    layer: str
-    scenario: str = "exchanges"
-
-
-def mutant(
-    name: str, argument: str, file: str, old: str, new: str, layer: str, scenario: str = "exchanges"
-) -> MoeMutant:
-    return MoeMutant(name, argument, Replacement(file, old, new), layer, scenario)
-
-
-SEND, EXPAND, SUM, SHARED, HOST = (
-    "moe_push_send.cu",
-    "moe_push_expand.cu",
-    "moe_push_sum.cu",
-    "moe_push.cuh",
-    "moe_push.py",
-)
-FAILED = "  if (has_failed(a.m)) return;\n  const Expander e(a);\n  e.dispatch_tiles("
-MUTANTS = (
-    # what is read has been published, and was seen to be
-    mutant("signal_before_all_have_stored", "VISIBLE", SEND, "      barrier();\n      for (std::uint32_t r = t; r < kWorld",
-           "      for (std::uint32_t r = t; r < kWorld", "two_warps"),
-    mutant("no_meeting", "VISIBLE", SEND, "      meet();\n", "", "ranges"),
-    mutant("no_acquire_at_gates", "VISIBLE", EXPAND, "  ptx::load_acquire_sys(word);\n", "", "chunks"),
-    mutant("own_plan_not_awaited", "VISIBLE", EXPAND, "progress[m.rank()][b], mark(epoch, 0), m.rank());",
-           "progress[m.rank()][b], mark(epoch - 1, 0), m.rank());", "ranges"),
-    mutant("expand_before_gate", "VISIBLE", EXPAND, "  ptx::await_previous();\n" + FAILED, FAILED, "max_rows"),
-    mutant("finish_before_gate", "VISIBLE", SUM, "  ptx::await_previous();\n", "", "one_chunk"),
-    mutant("tile_not_awaited", "VISIBLE", SHARED, "    ptx::bulk_await(barrier, phase);\n", "", "one_chunk"),
-    mutant("tiles_not_arrived", "VISIBLE", EXPAND, "    ptx::bulk_wait();\n", "", "one_chunk"),
-    mutant("piece_not_awaited", "VISIBLE", SUM, "        ptx::bulk_await(barriers + at, phases >> at & 1);\n", "", "one_chunk"),
-    mutant("every_warp_signals", "VISIBLE", SUM, "      if (before + 1 != kWarps) continue;\n", "", "chunks"),
-    mutant("older_counts_pass", "VISIBLE", EXPAND, "seen >> 32 != epoch && again", "seen == 0 && again", "chunks"),
-    mutant("work_not_behind_gates", "VISIBLE", HOST, "self._wait(2 + number, 2), worker(first, end)", "worker(first, end)",
-           "chunks"),
-    mutant("caller_goes_on_too_early", "VISIBLE", HOST, "return [*steps, self._record(1, 2), self._wait(1, 0)]",
-           "return steps", "chunks"),
-    mutant("streams_do_not_follow", "VISIBLE", HOST, "self._wait(0, 1), self._wait(0, 2)]", "self._wait(0, 1)]", "chunks"),
-    # what is overwritten has been read
-    mutant("ring_overrun", "REUSE", SEND, "mark(epoch, c - depth + 1)", "mark(epoch, c - depth)", "short_ring"),
-    mutant("ring_of_sums_overrun", "REUSE", SUM, "mark(epoch, c - depth + 1)", "mark(epoch, c - depth)", "short_ring"),
-    mutant("room_for_one_lane", "REUSE", SUM, "    __syncwarp();  // what one lane has acquired holds for all: a vote orders no memory\n",
-           "", "short_ring"),
-    mutant("one_half", "REUSE", SHARED, "data + epoch % 2 * half + number", "data + number", "max_rows"),
-    mutant("one_copy_of_counts", "REUSE", SHARED, "std::uint64_t(epoch % 2 * kWorld + source)", "std::uint64_t(source)", "max_rows"),
-    mutant("consumed_by_any_block", "REUSE", SHARED, "  if (!is_last_block(m)) return;\n", "", "short_ring"),
-    mutant("tile_filled_too_early", "REUSE", SHARED, "    ptx::bulk_wait_read();\n", "", "one_chunk"),
-    mutant("more_pieces_than_spots", "REUSE", SUM, "used + next.pieces() <= kSpots", "used + next.pieces() <= 2 * kSpots", "top_8"),
-    mutant("sends_after_a_failure", "REUSE", SUM, "  if (__syncthreads_or(failed)) return;", "  __syncthreads();", "chunks",
-           "out_of_range"),
-    # everybody gets what he waits for
-    mutant("peer_a_call_ahead", "PROGRESS", SHARED, "return at == next_epoch(call) || (at == call", "return (at == call", "max_rows"),
-    mutant("no_credits", "PROGRESS", HOST, "return int(g.ring // g.chunk_tokens < g.chunks)", "return 0", "short_ring"),
-    mutant("last_chunk_unannounced", "PROGRESS", SUM, "signal(done, kChunks, arrived)", "signal(done, kChunks - 1, arrived)", "chunks"),
-    # a failure ends the call everywhere and names who is to blame
-    mutant("waiting_is_blamed", "FAILURE", SHARED, "        return r;\n    return blamed;", "        return blamed;\n    return blamed;",
-           "short_ring", "absent"),
-    mutant("header_unchecked", "FAILURE", EXPAND, "  if (a.headers)\n", "  if (false)\n", "chunks", "mismatch"),
-    mutant("lanes_part", "FAILURE", SHARED, "return __syncthreads_or(threadIdx.x == 0 && record_is_set(m));", "return record_is_set(m);",
-           "chunks", "closed"),
-    mutant("ids_unchecked", "FAILURE", SEND, "if (e == kNone && id(i) != -1) wait.fail", "if (false) wait.fail", "max_rows", "out_of_range"),
-)  # fmt: skip
+    jobs = [(name, "exchanges") for name in LAYERS if name != "overflows"] + FAILURES
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return next((code for code in pool.map(one, jobs) if code), 0)
 
 
 def main(name: str, first: str, seeds: str, *scenarios: str) -> int:
+    """Some seeds of one layer."""
     with tempfile.TemporaryDirectory() as folder:
-        code, text = run(
+        code, said = run(
             Path(folder), LAYERS[name], scenarios or ("exchanges",), int(seeds), first=int(first), timeout_s=None
         )
-        print(text)
-        return code
+    print(said)
+    return code
 
 
 if __name__ == "__main__":

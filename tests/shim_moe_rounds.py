@@ -44,6 +44,7 @@ class Layer:
     planned_apart: bool = False  # also requests that are small enough for each range to plan alone
     scale: float = 1.0
     rounds: int = 3
+    only_dispatch: bool = False
 
     def spec(self) -> MoeSpec:
         owned = reference.experts_of_ranks(reference.Layer(self.world_size, self.num_experts, self.dtype))
@@ -139,7 +140,11 @@ def make_round(layer: Layer, seed: int) -> Round:
             other[: len(valid)][valid] = torch.randn(n, layer.hidden, generator=g)
             grads_rows.append(other.to(layer.dtype))
     expected = [dispatched(layer, tokens, got, compact and compact[rank]) for rank, got in enumerate(received)]
-    calls = r.choice([(), ("combine",), OPS[1:], OPS[1:], OPS[2:], ("dispatch_backward", "combine")])
+    calls = (
+        ()
+        if layer.only_dispatch
+        else r.choice([(), ("combine",), OPS[1:], OPS[1:], OPS[2:], ("dispatch_backward", "combine")])
+    )
     made = Round(
         tokens, payloads, weighted, variant, out_rows, grads_y, grads_rows, grads_weights, calls, lengths, expected
     )

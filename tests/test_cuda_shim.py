@@ -5,7 +5,8 @@ when, and a detector judges each access by orders and scopes as PTX has them (cs
 kernels' own sources run on it, but for constants that are made small. A mutant is such a source with a line broken, which a
 scenario must notice by a data race, a wrong byte or record, or a hang.
 
-`python tests/test_cuda_shim.py 1000` runs a thousand seeds of every scenario with 1 to 8 ranks.
+`python tests/test_cuda_shim.py 1000` runs a thousand seeds of every scenario with 1 to 8 ranks, also of ExpertParallel's kernels,
+which are test_cuda_shim_moe.py's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import shim_all_to_all_push
+import shim_moe_push
 from shim_build import SHIM, SOURCES, Kernel, Mutant, ShimBuild, run, shim
 
 __all__ = ["shim"]  # a fixture
@@ -27,7 +29,6 @@ __all__ = ["shim"]  # a fixture
 WRONG, MISUSE, HANG, RACE = 1, 2, 3, 4  # exit codes
 NOTICED = (WRONG, MISUSE, HANG, RACE, -11)
 KERNELS = ((shim_all_to_all_push.KERNEL, shim_all_to_all_push.MUTANTS),)
-NO_SCENARIOS_YET = {"moe_push_send", "moe_push_expand", "moe_push_sum"}
 MUTANT_RANKS = 3
 SELF_TEST = Kernel("self_test")
 # Scenarios of self_test.cpp, and how each must end.
@@ -52,9 +53,9 @@ def test_every_function_of_ptx_has_a_twin() -> None:
 
 
 def test_every_kernel_has_scenarios() -> None:
-    assert {p.stem for p in (SOURCES / "cuda").glob("*.cu")} == {
-        kernel.name for kernel, _ in KERNELS
-    } | NO_SCENARIOS_YET
+    assert {p.stem for p in (SOURCES / "cuda").glob("*.cu")} == {kernel.name for kernel, _ in KERNELS} | set(
+        shim_moe_push.SOURCES
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -103,7 +104,7 @@ def main(seeds: int) -> int:
             failed |= done.returncode
             print(f"{kernel.name}, {ranks} ranks: {done.stderr or 'ok'}", flush=True)
         build.close()
-        return failed
+        return failed or shim_moe_push.run_all(Path(name), seeds)
 
 
 if __name__ == "__main__":

@@ -249,7 +249,10 @@ bool take(Stream& s) {
 
 void serve(Stream& s) {
   for (;;) {
-    while (!s.queue.empty() && take(s)) pause(1);
+    while (!s.queue.empty()) {
+      give_way(8);  // what could start may start late
+      if (!take(s)) break;
+    }
     DeviceState& d = *s.device;
     if (d.host_waits) make_ready(d.host);
     d.host_waits = false;
