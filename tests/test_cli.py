@@ -145,7 +145,10 @@ def test_topo_draws_large_topologies(here: Here, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("all_reduced",), "'all_reduced' is not one of all_to_all, all_to_allv, moe"),
+        (
+            ("all_reduced",),
+            "'all_reduced' is not one of all_to_all, all_to_allv, all_reduce",
+        ),
         (("all_to_all", "--bytes", "4Q"), "'4Q' is not a size"),
         (("all_to_all", "--dtype", "nn"), "no dtype 'nn'"),
         (("all_to_all", "--through", "dist", "--memory", "symmetric"), "use --memory ordinary"),
