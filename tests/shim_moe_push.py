@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import random
@@ -176,7 +177,10 @@ class Failing:
         r = random.Random(seed)
         self.layer, self.how, self.culprit = layer, how, r.randrange(layer.world_size)
         self.op = "dispatch" if how in ("overflow", "out_of_range") else r.choice(OPS)
-        self.made = dataclasses.replace(make_round(layer, seed), calls=("combine",), variant="dots")
+        made = next(
+            m for i in itertools.count() if not any(e["overflow"] for e in (m := make_round(layer, seed + i)).expected)
+        )
+        self.made = dataclasses.replace(made, calls=("combine",), variant="dots")
 
     def program(self, rank: Rank) -> None:
         calls = Calls(rank, self.layer)
@@ -254,7 +258,7 @@ LAYERS = {
     "two_warps": Layer(max_tokens=40, max_rows=400, chunks=2, team=64),
     "max_rows": Layer(world_size=3, max_tokens=6, max_rows=80, top_k=2, rounds=5),
     "dispatches": Layer(max_tokens=2, max_rows=20, top_k=1, hidden=8, rounds=20, only_dispatch=True),
-    "overflows": Layer(max_tokens=20, max_rows=40),
+    "overflows": Layer(max_tokens=20, max_rows=100),
     "short_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=14, num_experts=4, top_k=2, hidden=24, rounds=2),
     "ring_of_a_chunk": Layer(world_size=2, chunks=6, ring=5, max_tokens=48, hidden=16, max_rows=400, alignment=8),
     "ranges": Layer(
