@@ -177,9 +177,8 @@ class Failing:
         r = random.Random(seed)
         self.layer, self.how, self.culprit = layer, how, r.randrange(layer.world_size)
         self.op = "dispatch" if how in ("overflow", "out_of_range") else r.choice(OPS)
-        made = next(
-            m for i in itertools.count() if not any(e["overflow"] for e in (m := make_round(layer, seed + i)).expected)
-        )
+        rounds = (make_round(layer, seed + i) for i in itertools.count())
+        made = next(m for m in rounds if not any(e["overflow"] for e in m.expected))
         self.made = dataclasses.replace(made, calls=("combine",), variant="dots")
 
     def program(self, rank: Rank) -> None:
