@@ -58,7 +58,7 @@ def arguments(
 ) -> tuple[str, str, int, MoeMutant | None]:
     if mutant is not None:
         return mutant.layer, mutant.scenario, 40, mutant  # it ends with the first seed that notices
-    return layer, how, 2, None
+    return layer, how, 1 if how == "exchanges" else 2, None
 
 
 @pytest.mark.parametrize("layer", LAYERS_HERE)
