@@ -126,7 +126,7 @@ MUTANTS = (
         SHARED,
         "return at == next_epoch(call) || (at == call",
         "return (at == call",
-        "dispatches",
+        "chunks",
     ),
     mutant("no_credits", "PROGRESS", HOST, "return int(g.ring // g.chunk_tokens < g.chunks)", "return 0", "short_ring"),
     mutant(

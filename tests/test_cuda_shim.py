@@ -5,8 +5,8 @@ when, and a detector judges each access by orders and scopes as PTX has them (cs
 kernels' own sources run on it, but for constants that are made small. A mutant is such a source with a line broken, which a
 scenario must notice by a data race, a wrong byte or record, or a hang.
 
-`python tests/test_cuda_shim.py 1000` runs a thousand seeds of every scenario with 1 to 8 ranks, and of ExpertParallel's
-kernels, which test_cuda_shim_moe.py is about.
+`python tests/test_cuda_shim.py 1000` runs a thousand seeds of every scenario with 1 to 8 ranks, also of ExpertParallel's
+kernels, which are test_cuda_shim_moe.py's.
 """
 
 from __future__ import annotations
