@@ -9,12 +9,13 @@ those of one tensor do, are sent and received where they are. The functions are 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from a2a.algorithms.base import AllToAll, Cost, Request
+from a2a.algorithms.base import Algorithm, AllToAll, Cost, Request
 from a2a.work import Aside, Work
 
 if TYPE_CHECKING:
@@ -35,20 +36,34 @@ originals = {
 }
 
 
-class AllToAllC10d(AllToAll):
-    """See the module's docstring."""
+class Baseline(Algorithm):
+    """What the baselines of all ops share."""
 
-    name: ClassVar[str] = "c10d"
-    deterministic: ClassVar[bool] = True
     baseline: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._asides: weakref.WeakKeyDictionary[Communicator, Aside] = weakref.WeakKeyDictionary()
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        if comm.group is None:
-            return "this communicator was made without a process group"
-        return None
+        return "this communicator was made without a process group" if comm.group is None else None
+
+    def count(self, comm: Communicator, op: str) -> None:
+        """Note that the engine has made a call."""
+        comm.handed_over[op] = comm.handed_over.get(op, 0) + 1
+
+    def aside(
+        self, comm: Communicator, call: Callable[[], None], result: list[torch.Tensor], keep: tuple[torch.Tensor, ...]
+    ) -> Work:
+        """Make a call beside what the caller goes on with; its tensors are kept until it is done."""
+        if comm not in self._asides:
+            self._asides[comm] = Aside(comm.device)
+        return self._asides[comm].run(call, result, keep)
+
+
+class AllToAllC10d(Baseline, AllToAll):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "c10d"
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         remote = request.num_bytes * (comm.world_size - 1) // comm.world_size
@@ -63,7 +78,7 @@ class AllToAllC10d(AllToAll):
 
     def run_even(self, comm: Communicator, request: int, output: torch.Tensor, input: torch.Tensor, op: str) -> None:
         originals["all_to_all_single"](_bytes(output), _bytes(input), group=comm.group)
-        comm.handed_over[op] = comm.handed_over.get(op, 0) + 1
+        self.count(comm, op)
 
     def run(
         self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: str
@@ -76,7 +91,7 @@ class AllToAllC10d(AllToAll):
         if target is None:
             for part, piece in zip(receive, torch.split(into, sizes), strict=True):
                 part.copy_(piece)
-        comm.handed_over[op] = comm.handed_over.get(op, 0) + 1
+        self.count(comm, op)
 
     def submit(
         self,
@@ -93,9 +108,7 @@ class AllToAllC10d(AllToAll):
             if finish is not None:
                 finish()
 
-        if comm not in self._asides:
-            self._asides[comm] = Aside(comm.device)
-        return self._asides[comm].run(call, result, (*outputs, *inputs, *result))
+        return self.aside(comm, call, result, (*outputs, *inputs, *result))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

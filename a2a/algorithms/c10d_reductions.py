@@ -6,30 +6,22 @@ groups that span domains, devices without a transport. Its sums are the engine's
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from a2a.algorithms.base import Cost, Request
-from a2a.algorithms.c10d import originals
+from a2a.algorithms.c10d import Baseline, originals
 from a2a.algorithms.reduction_base import Reduction
-from a2a.work import Aside, Work
+from a2a.work import Work
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
 
-class _C10d(Reduction):
+class _C10d(Baseline, Reduction):
     deterministic: ClassVar[bool] = False
-    baseline: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self._asides: weakref.WeakKeyDictionary[Communicator, Aside] = weakref.WeakKeyDictionary()
-
-    def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        return "this communicator was made without a process group" if comm.group is None else None
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         size, n = request.num_bytes, comm.world_size
@@ -53,7 +45,7 @@ class _C10d(Reduction):
             _original("reduce_scatter_single", "reduce_scatter_tensor")(output, input, op, group=comm.group)
         else:
             _original("all_gather_single", "all_gather_into_tensor")(output, input, group=comm.group)
-        comm.handed_over[self.op] = comm.handed_over.get(self.op, 0) + 1
+        self.count(comm, self.op)
 
     def submit(
         self,
@@ -70,9 +62,7 @@ class _C10d(Reduction):
             self.run(comm, asked, request, output, input, op)
             finish()
 
-        if comm not in self._asides:
-            self._asides[comm] = Aside(comm.device)
-        return self._asides[comm].run(call, result, (output, input, *result))
+        return self.aside(comm, call, result, (output, input, *result))
 
 
 def _original(*names: str) -> Callable[..., Any]:

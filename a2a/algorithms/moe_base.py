@@ -17,6 +17,10 @@ from a2a.algorithms.base import Algorithm, Request
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
+# Dtype and Wire of the kernels, on CPUs and GPUs.
+DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+WIRE_CODE = {None: 0, "fp8": 1, "mxfp8": 2}
+OPS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 WIRE_BLOCK = {"fp8": 128, "mxfp8": 32}
 SCALE_DTYPE = {"fp8": torch.float32, "mxfp8": torch.float8_e8m0fnu}
 
@@ -68,6 +72,11 @@ class MoeSpec:
         """Scales of a row on the wire."""
         return -(-self.hidden // WIRE_BLOCK[self.wire]) if self.wire else 0
 
+    @property
+    def wide_sums(self) -> bool:
+        """Whether the ranks' partial sums travel wider than rows are."""
+        return self.wire_combine == "float32" and self.dtype != torch.float32
+
     def request(self) -> Request:
         """What the planner is asked."""
         detail = (
@@ -97,6 +106,14 @@ class MoeSpec:
             "num_sms": self.num_sms,
         }
         return text + "".join(f", {key}={value}" for key, value in rest.items() if value is not None) + ")"
+
+    def identity(self) -> str:
+        """What ranks must have in common; `describe` and all that it leaves out."""
+        return f"{self.describe()} expert_to_rank {hash(self.expert_to_rank) & 0xFFFFFF:06x}"
+
+    def asks(self) -> dict[str, tuple[str, str]]:
+        """Of each collective: what ranks must agree on, and what it is called in errors."""
+        return {op: (f"{op}|{self.identity()}", f"{op} of {self.describe()}") for op in OPS}
 
 
 class Dispatched(NamedTuple):
@@ -176,6 +193,13 @@ class Moe(Algorithm):
 
     op: ClassVar[str] = "moe"
 
+    def unsupported(self, request: Request, comm: Communicator) -> str | None:
+        if reason := self.no_memory(comm):
+            return reason
+        if request.dtype not in DTYPE_CODE:
+            return f"its kernels sum bfloat16, float16 and float32; this is {request.dtype}"
+        return None
+
     @abstractmethod
     def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
         """Make the buffers. Collective; ranks whose specs differ raise MismatchError."""
@@ -188,4 +212,7 @@ def routed_bytes(request: Request, comm: Communicator) -> tuple[int, int]:
     return request.num_bytes * top_k, int(request.num_bytes * distinct)
 
 
-__all__ = ["SCALE_DTYPE", "WIRE_BLOCK", "Dispatched", "Moe", "MoeExchange", "MoeSpec", "Origins", "routed_bytes"]
+__all__ = [
+    *("DTYPE_CODE", "OPS", "SCALE_DTYPE", "WIRE_BLOCK", "WIRE_CODE"),
+    *("Dispatched", "Moe", "MoeExchange", "MoeSpec", "Origins", "routed_bytes"),
+]

@@ -30,7 +30,9 @@ import torch
 
 from a2a.algorithms.base import Cost, Request
 from a2a.algorithms.moe_base import (
+    DTYPE_CODE,
     SCALE_DTYPE,
+    WIRE_CODE,
     Dispatched,
     Moe,
     MoeExchange,
@@ -44,8 +46,6 @@ from a2a.kernels import cpu, cuda, cuda_params
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
-_DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
 _TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 128  # the kernels' own constants
 _TILE_BYTES = 4 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
 _TILER_BYTES = 112 << 10  # of a block's tiles
@@ -70,10 +70,8 @@ class MoePush(Moe):
     device_type: ClassVar[str] = "cuda"
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        if reason := self.no_memory(comm):
+        if reason := super().unsupported(request, comm):
             return reason
-        if request.dtype not in _DTYPE:
-            return f"its kernels sum bfloat16, float16 and float32; this is {request.dtype}"
         if request.get("num_experts") > _MOST_EXPERTS:
             return f"it counts at most {_MOST_EXPERTS} experts; there are {request.get('num_experts')}"
         return None
@@ -112,7 +110,7 @@ class Geometry:
     def of(spec: MoeSpec, world_size: int) -> Geometry:
         senders = _SENDERS if spec.num_sms is None else max(1, min(_SENDERS, spec.num_sms // 5))
         wire = _round(spec.hidden, 16) + _round(spec.scale_blocks * (4 if spec.wire == "fp8" else 1), 16)
-        sums = spec.hidden * 4 if spec.wire_combine == "float32" else spec.row_bytes
+        sums = spec.hidden * 4 if spec.wide_sums else spec.row_bytes
         slot = _round(max(wire if spec.wire else spec.row_bytes, sums), 128)
         meta = 16 + 16 * spec.top_k
         peers, ranges = max(world_size - 1, 1), senders * _TEAMS
@@ -151,7 +149,7 @@ class PushExchange(MoeExchange):
         self._transport = transport = comm.require_transport("ExpertParallel")
         world, device = comm.world_size, comm.device
         self._geometry = g = Geometry.of(spec, world)
-        what = f"{spec.describe()} expert_to_rank {hash(spec.expert_to_rank) & 0xFFFFFF:06x}"
+        what = spec.identity()
         self._local = spec.local_experts(comm.rank)
         most_local = max(spec.local_experts(rank) for rank in range(world))
         self._counts = transport.alloc(2 * world * (1 + g.starts + most_local) * 8, what)
@@ -178,10 +176,7 @@ class PushExchange(MoeExchange):
             alignment=spec.expert_alignment, ring=g.ring, planners=planners,
         )  # fmt: skip
         assert half >= max(world - 1, 1) * g.ranges * g.ring * (g.slot_bytes + g.meta_bytes)
-        self._asks = {
-            op: (f"{op}|{what}", f"{op} of {spec.describe()}")
-            for op in ("dispatch", "combine", "dispatch_backward", "combine_backward")
-        }
+        self._asks = spec.asks()
         self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)
         self._tickets = itertools.count(1)
         self._events = [_event(self._lib) for _ in range(g.chunks + 3)]
@@ -195,10 +190,10 @@ class PushExchange(MoeExchange):
         spec, g, place = self._spec, self._geometry, self._transport.place
         tile_bytes = _TILE_BYTES[0] if g.chunks == 1 else _TILE_BYTES[1]
         defines = {
-            "WORLD": self._comm.world_size, "TOP_K": spec.top_k, "HIDDEN": spec.hidden, "DTYPE": _DTYPE[spec.dtype],
-            "WIRE": _WIRE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
+            "WORLD": self._comm.world_size, "TOP_K": spec.top_k, "HIDDEN": spec.hidden, "DTYPE": DTYPE_CODE[spec.dtype],
+            "WIRE": WIRE_CODE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
             "COMPACT": int(spec.layout == "compact"), "DROP": int(spec.overflow == "drop"),
-            "WIDE_SUMS": int(spec.wire_combine == "float32"), "TEAM": _TEAM, "TILE_BYTES": tile_bytes,
+            "WIDE_SUMS": int(spec.wide_sums), "TEAM": _TEAM, "TILE_BYTES": tile_bytes,
             "SPOTS": max(8, spec.top_k),
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(place.device).multi_processor_count
@@ -223,7 +218,7 @@ class PushExchange(MoeExchange):
         self._add(modules["expand"], "gate", cuda_params.Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", cuda_params.Counts, 1, 1024)
         self._add(modules["expand"], "refuse", cuda_params.Gate, 1, 128)
-        widths = 2 if spec.wire_combine == "float32" and spec.dtype != torch.float32 else 1
+        widths = 2 if spec.wide_sums else 1
         ring_bytes = _SUM_THREADS // 32 * defines["SPOTS"] * _PIECE_BYTES * widths
         for suffix in ["", "_weighted"]:
             self._add(modules["sum"], f"sum{suffix}", cuda_params.Sum, g.summers, _SUM_THREADS, ring_bytes)

@@ -20,16 +20,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from a2a.algorithms.base import Cost, Request
-from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeExchange, MoeSpec, Origins, routed_bytes
+from a2a.algorithms.moe_base import (
+    DTYPE_CODE,
+    SCALE_DTYPE,
+    WIRE_CODE,
+    Dispatched,
+    Moe,
+    MoeExchange,
+    MoeSpec,
+    Origins,
+    routed_bytes,
+)
 from a2a.errors import RowOverflowError
 from a2a.kernels import cpu
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
-_OPS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
-_DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_WIRE = {None: 0, "fp8": 1, "mxfp8": 2}
 _WORST_CASES = 4  # what the pool holds, in dispatches in which everything comes to one rank
 _MOST_POOL_BYTES = 64 << 30  # address space of a rank's pool; its pages come as they are written
 _POOLED_BYTES = 256 << 10  # smaller matrices come from torch, whose allocator keeps them warm
@@ -40,13 +47,6 @@ class MoeStaged(Moe):
 
     name: ClassVar[str] = "staged"
     device_type: ClassVar[str] = "cpu"
-
-    def unsupported(self, request: Request, comm: Communicator) -> str | None:
-        if reason := self.no_memory(comm):
-            return reason
-        if request.dtype not in _DTYPE:
-            return f"its kernels sum bfloat16, float16 and float32; this is {request.dtype}"
-        return None
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         rows, distinct = routed_bytes(request, comm)
@@ -63,7 +63,7 @@ class SharedMemoryExchange(MoeExchange):
         self._lib, self._comm, self._spec = cpu.lib(), comm, spec
         self._transport = comm.require_transport("ExpertParallel")
         counts = 2 * (-(-(spec.num_experts + comm.world_size) * 4 // 64) * 64)
-        self._what = f"{spec.describe()} expert_to_rank {hash(spec.expert_to_rank) & 0xFFFFFF:06x}"
+        self._what = spec.identity()
         self._counts = self._transport.alloc(counts, self._what)
         owners = (ctypes.c_int32 * spec.num_experts)(*spec.expert_to_rank)
         self._moe: int | None = self._lib.a2a_moe_create(
@@ -72,10 +72,10 @@ class SharedMemoryExchange(MoeExchange):
             spec.top_k,
             spec.hidden,
             spec.max_tokens,
-            _DTYPE[spec.dtype],
+            DTYPE_CODE[spec.dtype],
             spec.expert_alignment,
-            _WIRE[spec.wire],
-            int(spec.wire_combine == "float32" and spec.dtype != torch.float32),
+            WIRE_CODE[spec.wire],
+            spec.wide_sums,
             owners,
             self._counts.address,
         )
@@ -84,7 +84,7 @@ class SharedMemoryExchange(MoeExchange):
         self._most_bytes = most[comm.rank]
         matrix_bytes = max(self._most_bytes, spec.max_tokens * spec.row_bytes)
         self._private: Any = self._transport.private_pool(min(_WORST_CASES * matrix_bytes, _MOST_POOL_BYTES))
-        self._asks = {op: (f"{op}|{self._what}", f"{op} of {spec.describe()}") for op in _OPS}
+        self._asks = spec.asks()
 
     def _request(self, op: str) -> int:
         agree, text = self._asks[op]

@@ -165,6 +165,16 @@ struct WorkspaceAt {
   }
 };
 
+// Sums of a warp's values up to each lane's.
+__device__ inline std::uint32_t scan_warp(std::uint32_t value, std::uint32_t lane) {
+#pragma unroll
+  for (std::uint32_t d = 1; d < 32; d *= 2) {
+    const std::uint32_t before = __shfl_up_sync(kFull, value, d);
+    if (lane >= d) value += before;
+  }
+  return value;
+}
+
 // The tokens of one chunk of a pair of ranks, as a warp sees them: one range a lane.
 struct Chunk {
   std::uint32_t first, upto, count, origin, total;
@@ -176,12 +186,7 @@ struct Chunk {
     first = mine ? at[chunk] : 0;
     origin = mine ? at[0] : 0;
     count = mine ? at[chunk + 1] - first : 0;
-    upto = count;
-#pragma unroll
-    for (std::uint32_t d = 1; d < 32; d *= 2) {
-      const std::uint32_t before = __shfl_up_sync(kFull, upto, d);
-      if (lane >= d) upto += before;
-    }
+    upto = scan_warp(count, lane);
     total = __shfl_sync(kFull, upto, 31);
   }
 

@@ -60,20 +60,10 @@ __device__ inline void await_chunk(const Moe& m, Wait& wait, std::uint32_t epoch
 // Sums of a block's values up to each thread's; `sums` holds 33 words.
 __device__ inline std::uint32_t scan(std::uint32_t value, std::uint32_t* sums) {
   const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (std::uint32_t d = 1; d < 32; d *= 2) {
-    const std::uint32_t before = __shfl_up_sync(kFull, value, d);
-    if (lane >= d) value += before;
-  }
+  value = scan_warp(value, lane);
   if (lane == 31) sums[warp] = value;
   __syncthreads();
-  if (warp == 0) {
-    std::uint32_t sum = lane < blockDim.x / 32 ? sums[lane] : 0;
-    for (std::uint32_t d = 1; d < 32; d *= 2) {
-      const std::uint32_t before = __shfl_up_sync(kFull, sum, d);
-      if (lane >= d) sum += before;
-    }
-    sums[lane] = sum;
-  }
+  if (warp == 0) sums[lane] = scan_warp(lane < blockDim.x / 32 ? sums[lane] : 0, lane);
   __syncthreads();
   value += warp ? sums[warp - 1] : 0;
   __syncthreads();

@@ -54,10 +54,12 @@ struct Vector {
 
 // ---------------------------------------------------------------- e4m3 with block scales
 
+__device__ __forceinline__ float e8m0_value(std::uint32_t code) {  // 2^(code - 127); 255 is NaN
+  return __uint_as_float(code == 255 ? 0x7fc00000u : code ? code << 23 : 0x00400000u);
+}
+
 __device__ __forceinline__ float scale_value(std::uint32_t wire, const std::uint8_t* scales, std::uint32_t block) {
-  if (wire == kFp8) return reinterpret_cast<const float*>(scales)[block];
-  const std::uint32_t e = scales[block];  // e8m0: 2^(e - 127); 255 is NaN
-  return __uint_as_float(e == 255 ? 0x7fc00000u : e ? e << 23 : 0x00400000u);
+  return wire == kFp8 ? reinterpret_cast<const float*>(scales)[block] : e8m0_value(scales[block]);
 }
 
 // The scale of a block whose greatest magnitude has the bits `top`, and how it is written. NaN orders above all: a block that
@@ -78,7 +80,7 @@ struct Scale {
     if (s < 0x00800000) code = s > 0x00400000 ? 1 : 0;
     if (code > 254) code = 255;
     if (top == 0) code = 127;
-    value = __uint_as_float(code == 255 ? 0x7fc00000u : code ? code << 23 : 0x00400000u);
+    value = e8m0_value(code);
   }
 };
 
