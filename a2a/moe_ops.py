@@ -3,13 +3,13 @@
 Decisions:
 
 * `Library.define` and `impl` rather than `custom_op`, which costs several times as much per call.
-* The ops are **effectful** (ordered): a compiler may not remove, reorder or recompute them, since every rank counts
-on every other.
-* An ExpertParallel is named by a number in their signature, since a graph can't hold the object. The registry of
-numbers is weak.
-* The backward of a dispatch runs on every rank or on none: an `anchor` that requires a gradient, and never gets one,
-makes the
-  outputs of all ranks differentiable, whatever their own inputs say (a rank without tokens may bring a fresh empty tensor).
+* The ops are **effectful** (ordered): a compiler may not remove, reorder or recompute them, since every rank counts on
+  every other.
+* An ExpertParallel is named by a number in their signature, since a graph can't hold the object. The registry of numbers
+  is weak.
+* The backward of a dispatch runs on every rank or on none: an `anchor` that requires a gradient, and never gets one, makes
+  the outputs of all ranks differentiable, whatever their own inputs say (a rank without tokens may bring a fresh empty
+  tensor).
 * Everything is checked inside the ops, when they run: a traced program would otherwise carry guards on values.
 * Row counts are unbacked symbols in a traced program, 0 and 1 included.
 """
@@ -32,9 +32,8 @@ _instances: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValue
 
 _torch_library: Any = torch.library  # untyped in torch
 _library = _torch_library.Library("a2a", "DEF")
-# The outputs are those of moe_base.Dispatched, as one list: torch's inductor (2.13) loses track of unbacked sizes in
-# an effectful
-# op with several returns.
+# The outputs are those of moe_base.Dispatched, as one list: torch's inductor (2.13) loses track of unbacked sizes in an
+# effectful op with several returns.
 _library.define(
     "moe_dispatch(int ep, Tensor x, Tensor? scales, Tensor topk_ids, Tensor? topk_weights, Tensor? anchor) -> Tensor[]"
 )

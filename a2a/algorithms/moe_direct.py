@@ -1,10 +1,9 @@
 """Mixture of Experts with rows stored where they belong.
 
-Each rank has a pool of symmetric memory. Before a dispatch it sets aside room for the most rows that could come and
-sends the
-address along with its counts; the sources then store every row into its final place, and only ids and weights go through the
-rings. Afterwards the room shrinks to what came, and belongs to the returned tensor until that dies. A rank whose
-pool is full asks to be staged for, this once; the others need not know more. Combine is that of `moe_staged`.
+Each rank has a pool of symmetric memory. Before a dispatch it sets aside room for the most rows that could come and sends
+the address along with its counts; the sources then store every row into its final place, and only ids and weights go
+through the rings. Afterwards the room shrinks to what came, and belongs to the returned tensor until that dies. A rank
+whose pool is full asks to be staged for, this once; the others need not know more. Combine is that of `moe_staged`.
 
 Wins whenever rows keep their dtype: every row is written once and nothing else is.
 """

@@ -16,8 +16,9 @@
 //          their barrier; S: thread 0 stores `done` with st.release.sys, which is cumulative over the barrier.  A: a thread
 //          of the receiving team loads it with ld.acquire.sys, then a barrier, and the kernel's end for what follows.
 //          staged: the same with `produced`, chunk by chunk.
-// REUSE    slabs are two by the epoch's parity, as headers are (signal.cuh).  A symmetric output is stored to after its rank's header of this epoch, so after all that its stream
-//          did before.  A chunk of the ring is stored to once `consumed` has come within kSlots of it.
+// REUSE    slabs are two by the epoch's parity, as headers are (signal.cuh).  A symmetric output is stored to after its
+//          rank's header of this epoch, so after all that its stream did before.  A chunk of the ring is stored to once
+//          `consumed` has come within kSlots of it.
 // PROGRESS every block first sends what needs no answer (headers, packets).  It waits for headers, which every rank's block 0
 //          sends first of all.  In the staged loop, step i of a sending team waits for step i - kSlots of receiving teams, and
 //          step i of a receiving team for step i of sending teams: the earliest unfinished step never waits for a later

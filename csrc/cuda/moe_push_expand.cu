@@ -4,7 +4,8 @@
 //   The dot product has 256 lanes by column, added in order, then halves pairwise: the CPU kernels' order.
 //
 // Cost     copied bytes: each token read once, each row written once (the dot product also reads each row once)
-// Launch   gates: one block.  moe_push_expand without a wire format: kTilers warps, each with kTileBytes of shared memory.  Others: any grid, behind the gate of what they read.  The call's last one says so.
+// Launch   gates: one block.  Others: any grid, behind the gate of what they read; the call's last one says so.  Blocks of
+//          moe_push_expand without a wire format have kTilers warps, each with kTileBytes of dynamic shared memory.
 // Buffers  rows and all that describes them private; slots symmetric
 // VISIBLE  see moe_push_send.cu: a gate acquires every sender's `progress` (counts carry their own marks), and its end precedes
 //          the next kernel's loads.  Own tokens are expanded behind a gate that has acquired this rank's own `progress`.
@@ -13,6 +14,7 @@
 // PROGRESS gates wait for signals that senders give without waiting for gates, except where a ring is short: then for
 //          `consumed` of an earlier chunk, whose gate and kernel wait for no later one.
 // FAILURE  as in signal.cuh: kernels behind a gate look at the record first, and leave.
+//
 // In a request of one chunk the three kernels follow each other on one stream as programmatic launches: a gate starts while
 // senders still send, waits for signals, and ends only after its predecessor; rows are made after the gate has ended.
 #include "moe_push.cuh"

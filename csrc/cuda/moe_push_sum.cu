@@ -10,8 +10,7 @@
 //          call's last one says so.
 // Buffers  rows, weights, y private; slots symmetric; the plan of the dispatch
 // VISIBLE  W: all warps of a block store sums, then count themselves (acq_rel in the block); S: the last one stores `progress`
-//          (st.release.sys, cumulative).
-//          A: the gate (ld.acquire.sys); R: finish, after it on its stream.
+//          (st.release.sys, cumulative).  A: the gate (ld.acquire.sys); R: finish, after it on its stream.
 // REUSE    as in moe_push_send.cu, with owners in the place of receivers.
 // PROGRESS sum waits for `consumed` only where a ring is smaller than the request, and then for a chunk that it has signalled.
 // FAILURE  as in signal.cuh; finish leaves when it sees the record.
