@@ -1,18 +1,20 @@
 """What a communicator of several domains has instead of one transport: its own domain's communicator, and its rails.
 
-Made by all ranks together with the first operation that crosses domains, owned and closed by the communicator it belongs to.
+Made by all ranks together with the first operation that crosses domains, owned and closed by the communicator it
+belongs to.
 
 Decisions:
 
-* **A domain is a communicator** like any other, of the domain's ranks in ascending order, so whatever runs on one domain runs
-  inside each of several. Its errors are told in the ranks of the whole group.
-* **Ranks agree across rails before data crosses**: after the first step inside the domain each rank tells its rails what it
-  was asked for, and whether its domain is in step. So a rank that refused its own call, or was asked for something else,
-  becomes known in every domain.
-* **One failure for all.** The first rank that fails tells the ranks of its domain (through shared memory) and those of its
-  rails (a last word before it closes them); who hears of it raises the same error and does the same. A rank that waits, waits
-  for one that is in its domain or on its rails, so everybody hears of it.
-* Calls run one after the other, in the order in which they were made, on a thread of their own where they are asynchronous.
+* **A domain is a communicator** like any other, of the domain's ranks in ascending order, so whatever runs on one
+  domain runs inside each of several. Its errors are told in the ranks of the whole group.
+* **Ranks agree across rails before data crosses**: after the first step inside the domain each rank tells its rails
+  what it was asked for, and whether its domain is in step. So a rank that refused its own call, or was asked for
+  something else, becomes known in every domain.
+* **One failure for all.** The first rank that fails tells the ranks of its domain (through shared memory) and those of
+  its rails (a last word before it closes them); who hears of it raises the same error and does the same. A rank that
+  waits, waits for one that is in its domain or on its rails, so everybody hears of it.
+* Calls run one after the other, in the order in which they were made, on a thread of their own where they are
+  asynchronous.
 """
 
 from __future__ import annotations
@@ -217,7 +219,9 @@ class Domains:
     def _first_cause(self, error: BaseException, op: str) -> _Record:
         told = _records_in([str(error)])
         if not told and isinstance(error, PeerTimeoutError) and error.op != "alloc":
-            told = _records_in([word.decode(errors="replace") for rail in self.rails.values() for word in rail.last_words()])
+            told = _records_in(
+                [word.decode(errors="replace") for rail in self.rails.values() for word in rail.last_words()]
+            )
         if told:
             return told[0]
         mine = self.outer(error) if isinstance(error, A2AError) else InterruptedRankError(
@@ -308,14 +312,18 @@ class Agreement:
             self.tell(refusal, peer)
             self._done = True
             self.hear()
-            raise domains.in_step(MismatchError(refusal, rank=domains.parent_rank, peer=peer, op=self._asked.op)) from error
+            raise domains.in_step(
+                MismatchError(refusal, rank=domains.parent_rank, peer=peer, op=self._asked.op)
+            ) from error
         self.tell()
 
     def tell(self, refusal: str = "", peer: int = -1) -> None:
         """Tell the rails what this rank was asked for, or that its domain refused."""
         asked, refusal = self._asked, refusal.replace("\0", "")
         while True:
-            word = json.dumps([asked.digest, asked.row_bytes, asked.text[:190], refusal, peer], ensure_ascii=False).encode()
+            word = json.dumps(
+                [asked.digest, asked.row_bytes, asked.text[:190], refusal, peer], ensure_ascii=False
+            ).encode()
             if len(word) <= WORD_BYTES:
                 break
             refusal = refusal[: -max(1, len(refusal) // 8)]

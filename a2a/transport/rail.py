@@ -1,21 +1,22 @@
 """Rails: the ways between domains. Rail i joins one rank of each domain through an engine that exists already.
 
-A rail has three calls, `all_to_all`, `all_gather` and `close`, and two adapters: torch's process groups (gloo for CPU tensors,
-NCCL for CUDA tensors), which are here, and mpi4py, in rail_mpi.py. A rank's place on a rail is the index of its domain, so
-what a rail delivers is in domain order by itself. `torch_rails` makes those of a topology.
+A rail has three calls, `all_to_all`, `all_gather` and `close`, and two adapters: torch's process groups (gloo for CPU
+tensors, NCCL for CUDA tensors), which are here, and mpi4py, in rail_mpi.py. A rank's place on a rail is the index of
+its domain, so what a rail delivers is in domain order by itself. `torch_rails` makes those of a topology.
 
 Decisions:
 
-* **Every call is a set of messages between pairs of ranks.** gloo's own collectives run on two worker threads, one after the
-  other, and its list all-to-all refuses uneven pieces; its sends and receives are driven by its one I/O thread, overlap with
-  each other, and go straight from and to the caller's memory. With few domains a direct all-gather sends what a ring sends.
-* **Messages are numbered.** Each call takes the next number of its rail, the same on all its ranks, so several calls may be
-  under way at once as long as all ranks issue them in one order.
+* **Every call is a set of messages between pairs of ranks.** gloo's own collectives run on two worker threads, one
+  after the other, and its list all-to-all refuses uneven pieces; its sends and receives are driven by its one I/O
+  thread, overlap with each other, and go straight from and to the caller's memory. With few domains a direct all-gather
+  sends what a ring sends.
+* **Messages are numbered.** Each call takes the next number of its rail, the same on all its ranks, so several calls
+  may be under way at once as long as all ranks issue them in one order.
 * **Everything crosses as bytes**: engines differ in the dtypes that they take.
-* **Who fails says so before it goes.** Each gloo rail keeps a receive for one last word from each peer, so that ranks which only
-  see a connection close learn whose failure was the first.
-* **Groups of their own**, made of the parent group's store under a prefix: nothing of torch's is registered, no other rank has
-  to take part, and a rail that broke takes nothing else with it.
+* **Who fails says so before it goes.** Each gloo rail keeps a receive for one last word from each peer, so that ranks
+  which only see a connection close learn whose failure was the first.
+* **Groups of their own**, made of the parent group's store under a prefix: nothing of torch's is registered, no other
+  rank has to take part, and a rail that broke takes nothing else with it.
 * A rank of a small domain may be on several rails, each with a group of its own.
 """
 
@@ -30,6 +31,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
 from a2a.topology import Topology
@@ -77,8 +79,9 @@ class Rail(ABC):
         """Send `inputs[d]` to domain d and receive `outputs[d]` from it.
 
         Args:
-            outputs, inputs: `size` contiguous tensors each, of any dtype, on the rail's device. Pieces may be empty and of any
-                size, as long as the sender's has as many bytes as the receiver's. They may not change until the work is done.
+            outputs, inputs: `size` contiguous tensors each, of any dtype, on the rail's device. Pieces may be empty and
+                of any size, as long as the sender's has as many bytes as the receiver's (gloo ends the process
+                otherwise). They may not change until the work is done.
             async_op: return at once; `wait()` the work.
         Raises:
             ValueError: not `size` pieces, or one that isn't contiguous.
@@ -158,7 +161,9 @@ class Rail(ABC):
         if waited_s is None:
             told, cause = f"rank {me} lost rank {peer} {where}: {why}. Rank {peer} may have been killed", "died"
         else:
-            told = f"rank {me} waited {waited_s:.1f} s for rank {peer} {where}. Rank {peer} may have died or taken another"
+            told = (
+                f"rank {me} waited {waited_s:.1f} s for rank {peer} {where}. Rank {peer} may have died or taken another"
+            )
             told, cause = f"{told} branch, or the network between them is down", "timeout"
         return PeerTimeoutError(told, rank=me, peer=peer, op=op, cause=cause)
 
@@ -170,7 +175,7 @@ def tell_through(rail: Rail, word: bytes) -> Callable[[], list[bytes]]:
 
     def heard() -> list[bytes]:
         work.wait()
-        return [_unpadded(part) for part in everyone.split(WORD_BYTES)]
+        return [_unpadded(part) for part in torch.split(everyone, WORD_BYTES)]
 
     return heard
 
@@ -309,7 +314,9 @@ class _NcclWork(RailWork):
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._rail.lost((self._rail.rank + 1) % self._rail.size, self._op, None, _first_line(error)) from error
+            raise self._rail.lost(
+                (self._rail.rank + 1) % self._rail.size, self._op, None, _first_line(error)
+            ) from error
         self._keep = None
 
 
@@ -332,16 +339,16 @@ def torch_rails(
     for index, ranks in enumerate(topology.rails()):
         if rank not in ranks:
             continue
-        name, own = f"rail {index}", dist.PrefixStore(f"{prefix}/{index}", store)
-        own.set(f"here/{rank}", b"")
+        name, own = f"rail {index}", c10d.PrefixStore(f"{prefix}/{index}", store)
+        own.set(f"here/{rank}", "")
         deadline = time.monotonic() + timeout_s
         for peer in ranks:
             try:
                 own.wait([f"here/{peer}"], datetime.timedelta(seconds=max(0.01, deadline - time.monotonic())))
             except (RuntimeError, ValueError) as error:
                 raise PeerTimeoutError(
-                    f"rank {rank} waited {timeout_s:.1f} s for rank {peer} to make {name} (leg {LEG}). Rank {peer} may have died, "
-                    f"or not have come to the first operation across domains",
+                    f"rank {rank} waited {timeout_s:.1f} s for rank {peer} to make {name} (leg {LEG}). Rank {peer} may have "
+                    f"died, or not have come to the first operation across domains",
                     rank=rank,
                     peer=peer,
                     op=LEG,
@@ -372,8 +379,8 @@ def _torch_rail(
             raise
         others = ", ".join(str(r) for at, r in enumerate(ranks) if at != place)
         raise A2AError(
-            f"rank {ranks[place]} could not connect {name} (leg {LEG}) to rank {others}: {_first_line(error)}. Can their hosts "
-            f"reach each other? GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network interface to use"
+            f"rank {ranks[place]} could not connect {name} (leg {LEG}) to rank {others}: {_first_line(error)}. Can their "
+            f"hosts reach each other? GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network interface to use"
         ) from error
 
 

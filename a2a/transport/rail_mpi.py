@@ -1,4 +1,7 @@
-"""Rails over MPI, through mpi4py. CPU tensors; MPI moves on only inside its calls, so work advances when it is waited for."""
+"""Rails over MPI, through mpi4py.
+
+They carry CPU tensors. MPI moves on only inside its calls, so work advances when it is waited for.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ class MpiRail(Rail):
         super().__init__(ranks, comm.Get_rank(), timeout_s, name)
         if comm.Get_size() != len(ranks):
             raise UnsupportedError(
-                f"{name}: mpi4py's communicator has {comm.Get_size()} ranks where {len(ranks)} were expected; were the ranks "
-                f"started by the mpiexec of the MPI that mpi4py was built with?"
+                f"{name}: mpi4py's communicator has {comm.Get_size()} ranks where {len(ranks)} were expected; were the "
+                f"ranks started by the mpiexec of the MPI that mpi4py was built with?"
             )
         self._comm = comm
         self._calls = 0
