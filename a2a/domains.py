@@ -13,6 +13,9 @@ Decisions:
 * **One failure for all.** The first rank that fails tells the ranks of its domain (through shared memory) and those of
   its rails (a last word before it closes them); who hears of it raises the same error and does the same. A rank that
   waits, waits for one that is in its domain or on its rails, so everybody hears of it.
+* **Who waits for whom decides whose error is the first.** A rank that doesn't come is found by its domain, so the
+  agreement waits longer than a domain does; once all have come, a rail that carries nothing is what everybody ends up
+  waiting for, so it gives up sooner.
 * Calls run one after the other, in the order in which they were made, on a thread of their own where they are
   asynchronous.
 """
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 
 _MOST_REQUESTS = 4096
 _TEXT = 400  # characters of an error that fit into a word beside the rest
-_SLACK_S = 0.5  # a rail waits a little longer than a domain, whose error says more
+_SLACK_S = 2.0  # at most: how much sooner a rail gives up than a domain, see Domains
 _REFUSED = "refused its own call, so nothing was exchanged: "
 
 
@@ -120,6 +123,7 @@ class Domains:
         self._scratch: dict[str, torch.Tensor] = {}
         self._failing = threading.Lock()
         self.device = comm.device
+        self.slack_s = min(_SLACK_S, comm.timeout_s / 4)
         size = len(self.members)
         exchange = store_exchange(
             store, self.rank, size, comm.timeout_s, f"{prefix}/domain{self.index}", names=self.members
@@ -135,7 +139,7 @@ class Domains:
         self.rails = {}
         try:
             self.rails = torch_rails(
-                store, topology, comm.rank, comm.device, comm.timeout_s + _SLACK_S, f"{prefix}/rails"
+                store, topology, comm.rank, comm.device, comm.timeout_s - self.slack_s, f"{prefix}/rails"
             )
         except BaseException:
             self.inner.close()
@@ -327,7 +331,8 @@ class Agreement:
             if len(word) <= WORD_BYTES:
                 break
             refusal = refusal[: -max(1, len(refusal) // 8)]
-        self._heard = [(rail.ranks, rail.tell(word)) for rail in self._domains.rails.values()]
+        longer_s = 2 * self._domains.slack_s  # than other calls of a rail
+        self._heard = [(rail.ranks, rail.tell(word, longer_s)) for rail in self._domains.rails.values()]
 
     def check(self) -> None:
         """Wait for what the other domains were asked for. Does nothing from the second time on.
