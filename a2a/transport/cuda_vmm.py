@@ -197,6 +197,7 @@ class CudaVmm(Transport):
         self._eager = self._last = 0  # of the last call that ran, and of the last one at all
         self._sides: list[torch.cuda.Stream] = []
         torch.cuda.synchronize(self.device)  # makes the context current
+        self._looking: tuple[torch.cuda.Stream, torch.Tensor] | None = None
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._record = c_uint64.from_address(self._host.data_ptr())
         facts = torch.cuda.get_device_properties(self.device)
@@ -384,6 +385,19 @@ class CudaVmm(Transport):
 
     def failed(self) -> bool:
         return self._closed or self._record.value != 0
+
+    def told(self) -> bool:
+        if self.failed() or torch.cuda.is_current_stream_capturing():
+            return self.failed()
+        if self._looking is None:  # a stream that follows none: what users have launched may run on
+            self._looking = torch.cuda.Stream(self.device), torch.zeros(1, dtype=torch.int64, pin_memory=True)  # type: ignore[no-untyped-call]
+        stream, seen = self._looking
+        with torch.cuda.stream(stream):
+            seen.copy_(self._control[:8].view(torch.int64), non_blocking=True)
+        stream.synchronize()
+        if seen.item() and not self.failed():
+            self._host.copy_(seen)  # as this rank's next kernel would have
+        return self.failed()
 
     def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
         if self._closed:
