@@ -23,22 +23,15 @@ MOE = {
 }  # fmt: skip
 MOES = [
     MOE,
-    MOE
-    | {
-        "WORLD": 72,
-        "TOP_K": 32,
-        "SPOTS": 32,
-        "SUM_DEEP": 1,
-        "HIDDEN": 1204,
-        "DTYPE": 0,
-        "WIRE": 2,
-        "CHUNKS": 1,
+    MOE | {
+        "WORLD": 72, "TOP_K": 32, "SPOTS": 32, "SUM_DEEP": 1, "HIDDEN": 1204, "DTYPE": 0, "WIRE": 2, "CHUNKS": 1,
         "COMPACT": 1,
     },
     MOE | {"WORLD": 8, "HIDDEN": 2880, "DTYPE": 2, "WIRE": 1, "ROWS_WIRE": 1, "DROP": 1, "WIDE_SUMS": 1},
-]
+]  # fmt: skip
 DEFINES = {
     **{f"moe_push_{part}": MOES for part in ("send", "expand", "dots", "sum")},
+    "all_to_all_copy": [{"WORLD": world} for world in (1, 8, 72)],
     "all_to_all_push": [
         {"WORLD": world, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "TEAMS": 2} for world in (1, 2, 8, 72)
     ],
