@@ -19,7 +19,6 @@ Decisions:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -31,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 
 from a2a.errors import A2AError, MismatchError, PeerTimeoutError, RowOverflowError, UnsupportedError
-from a2a.kernels import cuda
+from a2a.kernels import cuda, cuda_requests
 from a2a.kernels.cpu import Cause
 from a2a.topology import Topology
 from a2a.transport.base import SymmetricBuffer, Transport, Wiring, not_one_domain
@@ -42,6 +41,7 @@ _STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20  # of all-to-alls
 _REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK = 144 << 20, 36 << 20  # of reductions and all-gathers
 _OK_AT, _CLOSED_AT = 8, 16  # in the control block
 _LATE_AT = _CLOSED_AT + 8 * 1024 + 4 * 32  # behind `closed` and `epoch`; three words a rank
+_HEADERS_AT, _HEADER_WORDS = _LATE_AT + 24 * 1024, 8  # two a rank
 _BROKEN = " The communicator is broken since then; close it and make a new one."
 
 
@@ -381,8 +381,7 @@ class CudaVmm(Transport):
 
     def request(self, agree: str, row_bytes: int, text: str) -> int:
         """Register what a call asks for. `row_bytes` is not compared here: the sizes of the pieces are."""
-        digest = int.from_bytes(hashlib.sha256(agree.encode()).digest()[:4], "little") or 1
-        key = (digest, text)
+        key = (cuda_requests.digest_of(agree), text)
         if key not in self._numbers:
             self._numbers[key] = len(self._requests)
             self._requests.append(key)
@@ -404,11 +403,12 @@ class CudaVmm(Transport):
             return
         cause, by, who, text = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF, record & 0xFFFF
         asked = self._requests[text][1] if text < len(self._requests) and by == self.rank else op
+        difference = self._difference(by, who) if cause == Cause.MISMATCH else None
         messages: dict[int, str] = {
             Cause.TIMEOUT: f"rank {by} waited {self.timeout_s:.1f} s for rank {who} in {asked}. Rank {who} may have died or "
             f"taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S.",
             Cause.CLOSED: f"rank {who} has closed this communicator: rank {by} was waiting for it in {asked}.",
-            Cause.MISMATCH: f"rank {by} called {asked}, rank {who} something else: another op or dtype.",
+            Cause.MISMATCH: difference or f"rank {by} called {asked}, rank {who} something else.",
             Cause.SPLITS: f"split sizes disagree: what rank {by} in {asked} or rank {who} sends, the other does not expect.",
             Cause.OVERFLOW: f"rank {by} received more rows than max_rows in {asked}; raise max_rows, or pass "
             f"overflow='drop'.",
@@ -422,6 +422,22 @@ class CudaVmm(Transport):
         if cause == Cause.OVERFLOW:
             raise RowOverflowError(told)
         raise MismatchError(told, rank=self.rank, peer=who if by == self.rank else by, op=asked)
+
+    def _difference(self, by: int, who: int) -> str | None:
+        """What two ranks have called, as far as their signals are here and tell. Waits for the current stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        size = 4 * 2 * _HEADER_WORDS * self.world_size
+        words = self._control[_HEADERS_AT : _HEADERS_AT + size].view(torch.int32).view(-1, 2, _HEADER_WORDS).tolist()
+        for headers in zip(words[by], words[who], strict=True):
+            one, other = ([word & 0xFFFFFFFF for word in header] for header in headers)
+            if one[0] == other[0] != 0 and one[1] != other[1]:  # of one epoch
+                return f"rank {by} called {self._told(one)}, rank {who} {self._told(other)}."
+        return None
+
+    def _told(self, header: list[int]) -> str:
+        known = next((text for digest, text in self._requests if digest == header[1]), None)
+        return known or cuda_requests.told(header) or "another collective"
 
     def ok_word(self) -> torch.Tensor:
         return self._ok
