@@ -203,6 +203,7 @@ class CudaVmm(Transport):
         self._eager = self._last = 0  # of the last call that ran, and of the last one at all
         self._sides: list[torch.cuda.Stream] = []
         torch.cuda.synchronize(self.device)  # makes the context current
+        self._looking: torch.cuda.Stream | None = None
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._record = c_uint64.from_address(self._host.data_ptr())
         facts = torch.cuda.get_device_properties(self.device)
@@ -394,6 +395,23 @@ class CudaVmm(Transport):
     def failed(self) -> bool:
         return self._closed or self._record.value != 0
 
+    def told(self) -> bool:
+        if self.failed() or torch.cuda.is_current_stream_capturing():
+            return self.failed()
+        seen = self._look(0, 8).view(torch.int64)
+        if seen.item() and not self.failed():
+            self._host.copy_(seen)  # as this rank's next kernel would have
+        return self.failed()
+
+    def _look(self, begin: int, end: int) -> torch.Tensor:
+        """Bytes of the control block. On a stream that follows none: what users have launched may run on."""
+        if self._looking is None:
+            self._looking = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._looking):
+            seen = self._control[begin:end].to("cpu", non_blocking=True)
+        self._looking.synchronize()
+        return seen
+
     def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
         if self._closed:
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
@@ -424,11 +442,11 @@ class CudaVmm(Transport):
         raise MismatchError(told, rank=self.rank, peer=who if by == self.rank else by, op=asked)
 
     def _difference(self, by: int, who: int) -> str | None:
-        """What two ranks have called, as far as their signals are here and tell. Waits for the current stream."""
+        """What two ranks have called, as far as their signals are here and tell."""
         if torch.cuda.is_current_stream_capturing():
             return None
         size = 4 * 2 * _HEADER_WORDS * self.world_size
-        words = self._control[_HEADERS_AT : _HEADERS_AT + size].view(torch.int32).view(-1, 2, _HEADER_WORDS).tolist()
+        words = self._look(_HEADERS_AT, _HEADERS_AT + size).view(torch.int32).view(-1, 2, _HEADER_WORDS).tolist()
         for headers in zip(words[by], words[who], strict=True):
             one, other = ([word & 0xFFFFFFFF for word in header] for header in headers)
             if one[0] == other[0] != 0 and one[1] != other[1]:  # of one epoch
