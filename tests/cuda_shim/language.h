@@ -272,6 +272,7 @@ inline float __int_as_float(int v) { return ::shim::of_bits<float>(::shim::bits(
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
 template <class T>
 constexpr T min(T a, std::common_type_t<T> b) {
   return b < a ? b : a;
