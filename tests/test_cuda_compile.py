@@ -26,8 +26,17 @@ MOES = [
     MOE | {"WORLD": 72, "TOP_K": 32, "SPOTS": 32, "HIDDEN": 1204, "DTYPE": 0, "WIRE": 2, "CHUNKS": 1, "COMPACT": 1},
     MOE | {"WORLD": 8, "HIDDEN": 2880, "DTYPE": 2, "WIRE": 1, "ROWS_WIRE": 1, "DROP": 1, "WIDE_SUMS": 1},
 ]
+REDUCTION = {"WORLD": 2, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "COLLECTIVE": 0, "TWO_SHOT": 0}
+# bfloat16 sums; a reduce-scatter of float64 averages; two shots of int8 maxima; an all-gather of bytes.
+REDUCTIONS = [
+    REDUCTION | {"DTYPE": 1, "REDUCE": 0},
+    REDUCTION | {"DTYPE": 3, "REDUCE": 1, "COLLECTIVE": 1, "WORLD": 3},
+    REDUCTION | {"DTYPE": 5, "REDUCE": 2, "TWO_SHOT": 1, "WORLD": 8},
+    REDUCTION | {"DTYPE": 4, "REDUCE": 4, "COLLECTIVE": 2, "WORLD": 72, "FLAG_BYTES": 96 << 10, "CHUNK_BYTES": 3 << 10},
+]
 DEFINES = {
     **{f"moe_push_{part}": MOES for part in ("send", "expand", "sum")},
+    **{f"reduce_{part}": REDUCTIONS for part in ("flags", "shares")},
     "all_to_all_push": [
         {"WORLD": world, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "TEAMS": 2} for world in (1, 2, 8, 72)
     ],

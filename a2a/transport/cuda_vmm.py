@@ -38,7 +38,8 @@ from a2a.transport.base import SymmetricBuffer, Transport, Wiring, not_one_domai
 from a2a.transport.fd_link import FdLink
 
 _CONTROL_BYTES = 128 << 10
-_STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20
+_STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20  # of all-to-alls
+_REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK = 144 << 20, 36 << 20  # of reductions and all-gathers
 _OK_AT, _CLOSED_AT = 8, 16  # in the control block
 _LATE_AT = _CLOSED_AT + 8 * 1024 + 4 * 32  # behind `closed` and `epoch`; three words a rank
 _BROKEN = " The communicator is broken since then; close it and make a new one."
@@ -183,6 +184,11 @@ class CudaVmm(Transport):
     def open(cls, wiring: Wiring) -> CudaVmm:
         return cls(wiring)
 
+    @staticmethod
+    def reduction_bytes(world_size: int) -> int:
+        """Of `reduction_staging` on each rank."""
+        return min(_REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK * world_size)
+
     def __init__(self, wiring: Wiring) -> None:
         self.rank, self.world_size, self.timeout_s = wiring.rank, wiring.world_size, wiring.timeout_s
         self._exchange = wiring.exchange
@@ -219,7 +225,11 @@ class CudaVmm(Transport):
         self._control = self._windows.view(self.rank, 0, _CONTROL_BYTES).tensor()
         self._ok = self._control[_OK_AT : _OK_AT + 4].view(torch.int32).squeeze(0)
         self._ok.fill_(1)
-        self.staging = self.alloc(min(_STAGING_BYTES, _STAGING_BYTES_A_RANK * self.world_size), "staging")
+        size = min(_STAGING_BYTES, _STAGING_BYTES_A_RANK * self.world_size)
+        more = self.reduction_bytes(self.world_size)
+        both = self.alloc(size + more, "staging")
+        self.staging = SymmetricBuffer(both.address, both.pointer, size)
+        self.reduction_staging = SymmetricBuffer(both.address + size, both.pointer + size, more)
         torch.cuda.synchronize(self.device)
         self._agree("ready", "")
 

@@ -194,15 +194,8 @@ struct Exchange {
 
   __device__ void barrier() const { ptx::barrier(1 + team, kTeam); }
 
-  // Whom to name where p's data is waited for: p sends it only when it has every rank's header, so perhaps another is missing.
-  __device__ bool again(std::uint32_t p) {
-    return wait.again(p, [this](std::uint32_t blamed) {
-      for (std::uint32_t r = 0; r < kWorld; r++)
-        if (r != rank && ptx::load_relaxed_sys(&a.place.control(rank)->headers[r][epoch % 2].request).x != epoch)
-          return r;
-      return blamed;
-    });
-  }
+  // p sends its data only when it has every rank's header.
+  __device__ bool again(std::uint32_t p) { return wait.again_behind(p, epoch); }
 
   // The team's first thread waits for a word; all go on together, and know whether to.
   __device__ bool await(const std::uint32_t* word, std::uint32_t value, std::uint32_t peer) {

@@ -269,6 +269,8 @@ inline unsigned __float_as_uint(float v) { return ::shim::of_bits<unsigned>(::sh
 inline float __uint_as_float(unsigned v) { return ::shim::of_bits<float>(v); }
 inline int __float_as_int(float v) { return ::shim::of_bits<int>(::shim::bits(v)); }
 inline float __int_as_float(int v) { return ::shim::of_bits<float>(::shim::bits(v)); }
+inline double __longlong_as_double(long long v) { return ::shim::of_bits<double>(::shim::bits(v)); }
+inline long long __double_as_longlong(double v) { return ::shim::of_bits<long long>(::shim::bits(v)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
