@@ -152,6 +152,7 @@ def captured() -> None:
             a2a.all_to_all_single(small, part, group=comm)
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
         stream.synchronize()

@@ -40,6 +40,7 @@ from a2a.transport.fd_link import FdLink
 _CONTROL_BYTES = 128 << 10
 _STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20  # of all-to-alls
 _REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK = 144 << 20, 36 << 20  # of reductions and all-gathers
+_NORM_BYTES, _NORM_BYTES_A_RANK = 128 << 20, 32 << 20  # of all-reduces with a norm
 _OK_AT, _CLOSED_AT = 8, 16  # in the control block
 _LATE_AT = _CLOSED_AT + 8 * 1024 + 4 * 32  # behind `closed` and `epoch`; three words a rank
 _BROKEN = " The communicator is broken since then; close it and make a new one."
@@ -203,6 +204,7 @@ class CudaVmm(Transport):
         self._eager = self._last = 0  # of the last call that ran, and of the last one at all
         self._sides: list[torch.cuda.Stream] = []
         torch.cuda.synchronize(self.device)  # makes the context current
+        self._looking: tuple[torch.cuda.Stream, torch.Tensor] | None = None
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._record = c_uint64.from_address(self._host.data_ptr())
         facts = torch.cuda.get_device_properties(self.device)
@@ -227,9 +229,12 @@ class CudaVmm(Transport):
         self._ok.fill_(1)
         size = min(_STAGING_BYTES, _STAGING_BYTES_A_RANK * self.world_size)
         more = self.reduction_bytes(self.world_size)
-        both = self.alloc(size + more, "staging")
-        self.staging = SymmetricBuffer(both.address, both.pointer, size)
-        self.reduction_staging = SymmetricBuffer(both.address + size, both.pointer + size, more)
+        norms = min(_NORM_BYTES, _NORM_BYTES_A_RANK * self.world_size)
+        all_of_them = self.alloc(size + more + norms, "staging")
+        address, pointer = all_of_them.address, all_of_them.pointer
+        self.staging = SymmetricBuffer(address, pointer, size)
+        self.reduction_staging = SymmetricBuffer(address + size, pointer + size, more)
+        self.norm_staging = SymmetricBuffer(address + size + more, pointer + size + more, norms)
         torch.cuda.synchronize(self.device)
         self._agree("ready", "")
 
@@ -394,6 +399,19 @@ class CudaVmm(Transport):
 
     def failed(self) -> bool:
         return self._closed or self._record.value != 0
+
+    def told(self) -> bool:
+        if self.failed() or torch.cuda.is_current_stream_capturing():
+            return self.failed()
+        if self._looking is None:  # a stream that follows none: what users have launched may run on
+            self._looking = torch.cuda.Stream(self.device), torch.zeros(1, dtype=torch.int64, pin_memory=True)  # type: ignore[no-untyped-call]
+        stream, seen = self._looking
+        with torch.cuda.stream(stream):
+            seen.copy_(self._control[:8].view(torch.int64), non_blocking=True)
+        stream.synchronize()
+        if seen.item() and not self.failed():
+            self._host.copy_(seen)  # as this rank's next kernel would have
+        return self.failed()
 
     def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
         if self._closed:
