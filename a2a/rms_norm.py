@@ -1,8 +1,8 @@
 """All-reduce, residual add and RMSNorm in one call: what follows a row-parallel linear layer in tensor-parallel inference.
 
-As in reductions.py, a call that repeats an earlier one takes the fast way, and everything else is checked here: what one rank
-can see by itself raises ValueError or TypeError on that rank, whose peers are told with the communicator still in step. While
-compiling, the call is the op `a2a::all_reduce_rms_norm`, which names the group.
+As in reductions.py, a call that repeats an earlier one takes the fast way, and everything else is checked here: what one
+rank can see by itself raises ValueError or TypeError on that rank, whose peers are told with the communicator still in step.
+While compiling, the call is the op `a2a::all_reduce_rms_norm`, which names the group.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _NO_GRADIENT = (
     f"{OP} has no gradient: call it under torch.no_grad() or torch.inference_mode(); for training, call all_reduce and "
     f"torch.nn.functional.rms_norm"
 )
+_resolve: Any = torch._C._distributed_c10d._resolve_process_group
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
 _profiling = torch._C._autograd._profiler_enabled
@@ -44,14 +45,14 @@ def all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add the sum of `input` over all ranks to `residual`, and norm the rows of that: (out, residual_out).
 
-    `residual_out = residual + sum`, `out = residual_out / sqrt(mean(residual_out ** 2) + eps) * weight`. The sum is taken in rank
-    order in float32 and rounded to the dtype; so is the sum with the residual; everything after that is float32 and rounded
-    once, with the squares of a row summed as a binary tree of neighbours. These bits are the same on every rank, on CPUs
-    and GPUs, whatever the number of rows and the algorithm, and those of `all_reduce` followed by the same formula.
+    `residual_out = residual + sum`, `out = residual_out / sqrt(mean(residual_out ** 2) + eps) * weight`. The sum is taken in
+    rank order in float32 and rounded to the dtype, and so is the sum with the residual; everything after that is float32 and
+    rounded once, with the squares of a row summed as a binary tree of neighbours. These bits are the same on every rank, on
+    CPUs and GPUs, whatever the number of rows and the algorithm, and those of `all_reduce` followed by the same formula.
 
     Args:
-        input: [..., hidden], bfloat16, float16 or float32, on the group's device; of equal shape on all ranks. Rows longer than
-            16384 go to the group's own engine.
+        input: [..., hidden], bfloat16, float16 or float32, on the group's device; of equal shape on all ranks. Rows longer
+            than 16384, and on GPUs rows of no multiple of 16 bytes, go to the group's own engine.
         residual: like `input`, and equal on all ranks.
         weight: [hidden], of the same dtype, equal on all ranks.
         eps: added to the mean of squares; equal on all ranks.
@@ -131,7 +132,9 @@ def _checked(
     algorithm = _algorithm(comm, asked)
     rows = input.numel() // hidden
     request = algorithm.register(
-        comm, f"{OP}|{dtype}|{rows}|{hidden}|{eps!r}|{algorithm.name}", f"{OP}({dtype}, {rows} rows of {hidden}, eps {eps:g})"
+        comm,
+        f"{OP}|{dtype}|{rows}|{hidden}|{eps!r}|{algorithm.name}",
+        f"{OP}({dtype}, {rows} rows of {hidden}, eps {eps:g})",
     )
     targets = [_target(tensor, input, algorithm.alignment) for tensor in (out, residual_out)]
     sources = [_source(tensor, targets, algorithm.alignment) for tensor in (input, residual, weight)]
@@ -174,7 +177,8 @@ def _check(
         wanted = input.shape[-1:] if name == "weight" else input.shape
         if tensor.shape != wanted:
             raise ValueError(
-                f"{OP}: {name} has shape {list(tensor.shape)}; with an input of {list(input.shape)} it must be {list(wanted)}"
+                f"{OP}: {name} has shape {list(tensor.shape)}; with an input of {list(input.shape)} it must be "
+                f"{list(wanted)}"
             )
         if "out" in name and not tensor.is_contiguous():
             raise ValueError(f"{OP}: {name} must be contiguous; its strides are {tensor.stride()}")
@@ -239,13 +243,19 @@ _library.define(f"{OP}(Tensor input, Tensor residual, Tensor weight, float eps, 
 
 
 def _traced(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Any, out: Tensor | None, residual_out: Tensor | None
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: Any,
+    out: Tensor | None,
+    residual_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if isinstance(group, Communicator):
         raise TypeError(f"{OP}: while compiling, pass a ProcessGroup instead of a Communicator: the graph names groups")
     if torch.is_grad_enabled() and (input.requires_grad or residual.requires_grad or weight.requires_grad):
         raise RuntimeError(_NO_GRADIENT)
-    named = dist.group.WORLD if group is None else group
+    named: Any = dist.group.WORLD if group is None else group
     made, made_residual = torch.ops.a2a.all_reduce_rms_norm(input, residual, weight, eps, named.group_name)
     if out is not None:
         made = out.copy_(made)
@@ -255,7 +265,7 @@ def _traced(
 
 
 def _run(input: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str) -> tuple[Tensor, Tensor]:
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = _resolve(group_name)
     with torch.no_grad():
         return all_reduce_rms_norm(input, residual, weight, eps, group)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shim_build import Kernel, Mutant, Replacement
+from shim_build import Kernel, Replacement
 
 COMMON, FLAGS, ROWS = "norm.cuh", "norm_flags.cu", "norm_rows.cu"
 SOURCES = ("norm_flags", "norm_rows")

@@ -24,7 +24,7 @@ from failure_cases import NOTICED_S
 from norm_cases import DTYPES, reference, rows, spread
 
 EPS = 1e-5
-# Rows that fill no vector, no block of 256 columns, several; and tensors around the switch between algorithms and of many units.
+# Rows of no vector, of a block of 256 columns or several; tensors around the switch between algorithms, and of many units.
 SHAPES = [
     *((0, 5), (1, 1), (3, 2), (2, 7), (5, 33), (4, 255), (4, 256), (3, 257), (2, 2, 300), (7,), (2, 1023), (9, 4096)),
     *((64, 1000), (3, 16384), (1, 16384), (130, 2880), (41, 8192)),
@@ -163,7 +163,10 @@ def again(calls: int, jitter_ms: float) -> None:
     with a2a.communicator() as comm:
         memory = comm.empty(60, 1024, dtype=torch.bfloat16)
         residual = torch.empty(60, 1024, dtype=torch.bfloat16)
-        cases = {n: [rows(comm.rank, comm.world_size, (n, 1024), torch.bfloat16, EPS, i) for i in range(3)] for n in (1, 9, 60)}
+        cases = {
+            n: [rows(comm.rank, comm.world_size, (n, 1024), torch.bfloat16, EPS, i) for i in range(3)]
+            for n in (1, 9, 60)
+        }
         for number in range(calls):
             case = cases[shared.choice([1, 9, 60])][number % 3]
             count = len(case.input)
@@ -193,7 +196,9 @@ def other_memory() -> None:
                 assert_same_bits(got[0], case.out)
                 assert_same_bits(got[1], case.residual_out)
 
-        check(case.input.t().contiguous().t(), case.residual.t().contiguous().t(), case.weight.repeat_interleave(2)[::2])
+        check(
+            case.input.t().contiguous().t(), case.residual.t().contiguous().t(), case.weight.repeat_interleave(2)[::2]
+        )
         check(torch._neg_view(-case.input), torch._neg_view(-case.residual), case.weight)
         with torch.no_grad():
             check(case.input, case.residual, torch.nn.Parameter(case.weight.clone()))
@@ -246,19 +251,43 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
+def norm(comm: Any, *shapes: Any, dtype: torch.dtype = torch.float32, eps: float = EPS, **outs: Any) -> Any:
+    """A call with ones of these shapes."""
+    return a2a.all_reduce_rms_norm(*(t(*shape, dtype=dtype) for shape in shapes), eps, comm, **outs)
+
+
+def mixed_dtypes(comm: Any) -> None:
+    a2a.all_reduce_rms_norm(t(3, 4), t(3, 4, dtype=torch.half), t(4), EPS, comm)
+
+
+def no_tensor(comm: Any) -> None:
+    a2a.all_reduce_rms_norm(t(3, 4), [1.0], t(4), EPS, comm)  # type: ignore[arg-type]
+
+
+def one_result_for_two(comm: Any) -> None:
+    both = t(3, 4)
+    norm(comm, (3, 4), (3, 4), (4,), out=both, residual_out=both)
+
+
+def a_gradient(comm: Any) -> None:
+    a2a.all_reduce_rms_norm(t(3, 4), t(3, 4), t(4).requires_grad_(), EPS, comm)
+
+
+RIGHT = (3, 4), (3, 4), (4,)
 MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "residual shape": (lambda c: a2a.all_reduce_rms_norm(t(3, 4), t(4, 3), t(4), EPS, c), ValueError, r"residual has shape \[4, 3\]"),
-    "weight shape": (lambda c: a2a.all_reduce_rms_norm(t(3, 4), t(3, 4), t(3), EPS, c), ValueError, r"must be \[4\]"),
-    "scalar": (lambda c: a2a.all_reduce_rms_norm(t(), t(), t(), EPS, c), ValueError, "must have rows"),
-    "no columns": (lambda c: a2a.all_reduce_rms_norm(t(3, 0), t(3, 0), t(0), EPS, c), ValueError, "must have rows"),
-    "dtypes": (lambda c: a2a.all_reduce_rms_norm(t(3, 4), t(3, 4, dtype=torch.half), t(4), EPS, c), TypeError, "residual is torch.float16"),
-    "float64": (lambda c: a2a.all_reduce_rms_norm(*(x.double() for x in (t(3, 4), t(3, 4), t(4))), EPS, c), TypeError, "float64"),
-    "no tensor": (lambda c: a2a.all_reduce_rms_norm(t(3, 4), [1.0], t(4), EPS, c), TypeError, "residual must be a torch tensor"),
-    "eps": (lambda c: a2a.all_reduce_rms_norm(t(3, 4), t(3, 4), t(4), -1.0, c), ValueError, "eps"),
-    "out shape": (lambda c: a2a.all_reduce_rms_norm(t(3, 4), t(3, 4), t(4), EPS, c, out=t(12)), ValueError, "out has shape"),
-    "out strides": (lambda c: a2a.all_reduce_rms_norm(t(3, 4), t(3, 4), t(4), EPS, c, out=t(4, 3).t()), ValueError, "out must be contiguous"),
-    "gradient": (lambda c: a2a.all_reduce_rms_norm(t(3, 4), t(3, 4), t(4).requires_grad_(), EPS, c), RuntimeError, "no gradient"),
-}  # fmt: skip
+    "residual shape": (lambda c: norm(c, (3, 4), (4, 3), (4,)), ValueError, r"residual has shape \[4, 3\]"),
+    "weight shape": (lambda c: norm(c, (3, 4), (3, 4), (3,)), ValueError, r"must be \[4\]"),
+    "scalar": (lambda c: norm(c, (), (), ()), ValueError, "must have rows"),
+    "no columns": (lambda c: norm(c, (3, 0), (3, 0), (0,)), ValueError, "must have rows"),
+    "dtypes": (mixed_dtypes, TypeError, "residual is torch.float16"),
+    "float64": (lambda c: norm(c, *RIGHT, dtype=torch.float64), TypeError, "float64"),
+    "no tensor": (no_tensor, TypeError, "residual must be a torch tensor"),
+    "eps": (lambda c: norm(c, *RIGHT, eps=-1.0), ValueError, "eps"),
+    "out shape": (lambda c: norm(c, *RIGHT, out=t(12)), ValueError, "out has shape"),
+    "out strides": (lambda c: norm(c, *RIGHT, out=t(4, 3).t()), ValueError, "out must be contiguous"),
+    "one result for two": (one_result_for_two, ValueError, "they are two results"),
+    "gradient": (a_gradient, RuntimeError, "no gradient"),
+}
 
 
 def a_mistake(name: str) -> None:
@@ -281,21 +310,14 @@ def test_a_mistake_of_one_rank_reaches_the_others_and_breaks_nothing(world: Any,
     world.run(a_mistake, name=name)
 
 
-def one_result_for_two(comm: Any) -> None:
-    both = t(3, 4)
-    a2a.all_reduce_rms_norm(t(3, 4), t(3, 4), t(4), EPS, comm, out=both, residual_out=both)
-
-
-MISTAKES["one result for two"] = (one_result_for_two, ValueError, "they are two results")
-
 DIFFERENT: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "rows": (lambda c: a2a.all_reduce_rms_norm(t(5, 40), t(5, 40), t(40), EPS, c), "5 rows of 40"),
-    "shape of as many elements": (lambda c: a2a.all_reduce_rms_norm(t(8, 20), t(8, 20), t(20), EPS, c), "8 rows of 20"),
-    "many rows": (lambda c: a2a.all_reduce_rms_norm(t(900, 40), t(900, 40), t(40), EPS, c), "900 rows of 40"),
-    "eps": (lambda c: a2a.all_reduce_rms_norm(t(4, 40), t(4, 40), t(40), 0.25, c), "eps 0.25"),
-    "dtype": (lambda c: a2a.all_reduce_rms_norm(*(x.half() for x in (t(4, 40), t(4, 40), t(40))), EPS, c), "float16"),
+    "rows": (lambda c: norm(c, (5, 40), (5, 40), (40,)), "5 rows of 40"),
+    "shape of as many elements": (lambda c: norm(c, (8, 20), (8, 20), (20,)), "8 rows of 20"),
+    "many rows": (lambda c: norm(c, (900, 40), (900, 40), (40,)), "900 rows of 40"),
+    "eps": (lambda c: norm(c, (4, 40), (4, 40), (40,), eps=0.25), "eps 0.25"),
+    "dtype": (lambda c: norm(c, (4, 40), (4, 40), (40,), dtype=torch.half), "float16"),
     "an all-reduce": (lambda c: a2a.all_reduce(t(160), group=c), "all_reduce"),
-}  # fmt: skip
+}
 
 
 def different(name: str) -> None:

@@ -1,4 +1,4 @@
-"""All-reduce, residual add and RMSNorm in one step: every rank publishes its rows, and every rank does all of it for all rows.
+"""All-reduce, residual add and RMSNorm in one step: every rank publishes its rows, and does all of it for all rows.
 
 Wins where latency counts: few rows, as in decoding.
 """

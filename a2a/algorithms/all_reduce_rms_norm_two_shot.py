@@ -1,4 +1,4 @@
-"""All-reduce, residual add and RMSNorm by rows: each rank reduces and norms its share of them, and everybody takes the results.
+"""All-reduce, residual add and RMSNorm by rows: each rank reduces and norms its share, and everybody takes the results.
 
 Wins where bytes count: many rows, many ranks.
 """

@@ -39,7 +39,7 @@ class AllReduceRmsNormC10d(Baseline, RmsNorm):
         originals["all_reduce"](summed, group=comm.group)
         self.count(comm, OP)
         hidden = asked.get("hidden")
-        rows = [t.view(-1, hidden) for t in (summed, tensors.residual)]
-        out, residual_out = rms_norm(*rows, tensors.weight, eps)
+        rows, residual = summed.view(-1, hidden), tensors.residual.view(-1, hidden)
+        out, residual_out = rms_norm(rows, residual, tensors.weight, eps)
         tensors.out.view(-1, hidden).copy_(out)
         tensors.residual_out.view(-1, hidden).copy_(residual_out)

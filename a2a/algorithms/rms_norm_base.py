@@ -120,7 +120,8 @@ class CpuRmsNorm(RmsNorm):
             return None
         row_bytes, most = request.get("hidden") * request.dtype.itemsize, self._most_row_bytes(comm)
         if row_bytes > most:
-            return f"a row has {row_bytes} bytes, a slot of the staging {most}; set A2A_STAGING_KB to {4 * row_bytes // 1024}"
+            needed = 4 * row_bytes // 1024
+            return f"a row has {row_bytes} bytes, a slot of the staging {most}; set A2A_STAGING_KB to {needed}"
         return None
 
     @staticmethod

@@ -103,7 +103,8 @@ class _Kernels:
 
     def prepare(self, request: int, rows: int, eps: float, digest: int | None = None) -> CudaPrepared:
         digest = self.transport.digest(request) if digest is None else digest
-        launches, done = [], 0
+        launches: list[_Launch] = []
+        done = 0
         while done < rows or not launches:
             launches.append(self._launch(request, digest, rows - done, eps))
             launches[-1].offset = done * self.row_bytes

@@ -93,7 +93,7 @@ typedef struct {
   uint64_t
       count;  // elements of the tensor (all-reduce) or of a rank's share (reduce-scatter); bytes of a share (all-gather)
 } a2a_reduction;
-A2A_API size_t a2a_one_shot_bytes(void);  // the most that a rank may put into a one-shot
+A2A_API size_t a2a_one_shot_bytes(void);              // the most that a rank may put into a one-shot
 A2A_API size_t a2a_two_shot_row_bytes(a2a_context*);  // the longest row that a two-shot of rows takes
 A2A_API int a2a_reduce(const a2a_reduction*, void* out, const void* in);
 A2A_API a2a_ticket* a2a_submit_reduction(const a2a_reduction*, void* out, const void* in);

@@ -21,8 +21,7 @@ struct Norm {
   float reduce(const void* const* inputs, std::size_t offset, std::size_t at) const {
     for (std::uint32_t p = 0; p < ranks; p++) terms[p] = static_cast<const std::uint8_t*>(inputs[p]) + offset;
     const std::uint32_t dtype = call.reduction.dtype;
-    const float scale =
-        simd().add_norm(dtype, residual_out + at, terms, ranks, residual + at, call.eps, call.columns);
+    const float scale = simd().add_norm(dtype, residual_out + at, terms, ranks, residual + at, call.eps, call.columns);
     simd().normalise(dtype, out + at, residual_out + at, scale, weight, call.columns);
     return scale;
   }

@@ -195,7 +195,8 @@ struct TwoShot {
       norm->take(from + at, scale, start + at);
     }
   }
-  static std::size_t scales_at(std::size_t bytes) { return align_up(bytes, kLine); }  // in a slot of the publication ring
+  // In a slot of the publication ring.
+  static std::size_t scales_at(std::size_t bytes) { return align_up(bytes, kLine); }
   std::uint8_t* slot() { return mutant(kEarlyPublish) ? c.publication(me, c.published(me).load() - 1) : ring.slot(); }
   void consume() {
     for (std::uint32_t i = 1; i < P; i++) {

@@ -31,14 +31,14 @@ struct Params {
   std::uint32_t rows, batch_rows;  // batch_rows: what one signal is for, in norm_rows
 };
 
-// Staging of one rank, the same for every row length and dtype. [s]: written by rank s. Whatever is marked by an epoch needs no
-// reset: no two calls of a communicator have the same.
+// Staging of one rank, the same for every row length and dtype. [s]: written by rank s; then two, by the epoch's parity. Whatever
+// an epoch marks needs no reset: no two calls of a communicator have the same.
 constexpr std::uint32_t kBlocks = 32, kMostBatches = 64;
 constexpr std::uint64_t kPacketBytes = PACKET_BYTES;  // a rank's packets
 constexpr std::uint64_t kRowBytes = ROW_BYTES;        // and its rows
 struct Staging {
-  std::uint32_t arrived[kWorld][2][kBlocks][kMostBatches];  // epoch: a batch's terms are there; by its parity, as all here
-  std::uint32_t made[kWorld][2][kBlocks][kMostBatches];     // epoch: a batch's results are
+  std::uint32_t arrived[kWorld][2][kBlocks][kMostBatches];  // epoch: a batch is there
+  std::uint32_t made[kWorld][2][kBlocks][kMostBatches];     // and its results
   uint4 packets[kWorld][2][kPacketBytes / 16];
   uint4 terms[kWorld][2][kRowBytes / 16];
   uint4 results[kWorld][2][kRowBytes / 16];

@@ -36,7 +36,7 @@ struct Rows {
   static constexpr std::uint32_t kTeams = kMostThreads / kTeam < kMostTeams ? kMostThreads / kTeam : kMostTeams;
   static constexpr std::uint32_t kThreads = kTeam * kTeams;
   static constexpr std::uint32_t kMine = (kVectors + kTeam - 1) / kTeam;  // vectors of a thread in a row
-  static constexpr std::uint32_t kPerOwner = kTwoShot ? kWorld : 1;       // batches of a block of which an owner has one
+  static constexpr std::uint32_t kPerOwner = kTwoShot ? kWorld : 1;       // a block's batches of which an owner has one
 
   const Params& a;
   Wait wait;

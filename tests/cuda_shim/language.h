@@ -24,7 +24,7 @@ std::uint32_t votes_at_barrier(bool vote);                  // of all threads of
 void* shared_memory(const void* variable, std::size_t bytes, std::size_t align);
 void* dynamic_shared_memory();
 struct BulkBarrier {
-  std::int32_t awaited;  // bytes
+  std::int32_t awaited;           // bytes
   std::uint16_t expects, phases;  // whether somebody has said how many; phases that are over
 };
 // A copy by the copy engine, which is none of the thread's own accesses. With a barrier: a load, over when the barrier says so.

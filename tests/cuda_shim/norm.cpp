@@ -71,8 +71,7 @@ struct Row {
       squares[c] = residual_out[c] * residual_out[c];
     }
     const float scale = 1.0f / std::sqrt(tree(squares, kColumns, leaves) / float(kColumns) + kEps);
-    for (std::uint32_t c = 0; c < kColumns; c++)
-      out[c] = rounded((residual_out[c] * scale) * element(key, kWeight, c));
+    for (std::uint32_t c = 0; c < kColumns; c++) out[c] = rounded((residual_out[c] * scale) * element(key, kWeight, c));
   }
 };
 
