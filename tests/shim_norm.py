@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shim_build import Kernel, Replacement
+from shim_build import Kernel, Mutant, Replacement
 
 COMMON, FLAGS, ROWS = "norm.cuh", "norm_flags.cu", "norm_rows.cu"
 SOURCES = ("norm_flags", "norm_rows")
@@ -28,3 +28,48 @@ TWO_SHOT = kernel("norm_float32_two_shot", FLOAT32, 28, 1)
 WIDE = kernel("norm_float16_two_shot", FLOAT16, 1032, 1)
 KERNELS = (ONE_SHOT, TWO_SHOT)
 MORE_KERNELS = (WIDE, kernel("norm_float32_one_shot", FLOAT32, 1160, 0), kernel("norm_bfloat16_small", BFLOAT16, 8, 0))
+
+
+def mutant(name: str, argument: str, old: str, new: str, *scenarios: str, file: str = ROWS) -> Mutant:
+    return Mutant(name, argument, Replacement(file, old, new), scenarios)
+
+
+ARRIVED = "        ptx::store_release_sys(&staging(p).arrived[rank][epoch % 2][blockIdx.x][g], epoch);\n"
+MADE = "      if (p != rank) ptx::store_release_sys(&staging(p).made[rank][epoch % 2][blockIdx.x][g], epoch);\n"
+CHECKED = "w[0].w != epoch || w[1].w != epoch || w[2].w != epoch || w[3].w != epoch"
+BARRIER = "    __syncthreads();\n"
+PARTS = BARRIER + "    for (std::uint32_t g = t / 32;"
+HEADERS = "    if (blockIdx.x == 0) await_headers(a, wait, epoch);\n"
+
+
+def volatile(store: str) -> str:
+    """The store of a signal without its order."""
+    return store.replace("ptx::store_release_sys(&", "const_cast<volatile std::uint32_t&>(").replace(", epoch);", ") = epoch;")
+
+
+# Of the one-shot, and of packets.
+ONE_SHOT_MUTANTS = (
+    mutant("relaxed_arrived", "VISIBLE", ARRIVED, volatile(ARRIVED), "rows"),
+    mutant("no_acquire", "VISIBLE", "    ptx::load_acquire_sys(word);", "    ", "rows"),
+    mutant("arrived_before_copy", "VISIBLE", BARRIER + "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n"
+           "      if (p != rank && (!kTwoShot", "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n"
+           "      if (p != rank && (!kTwoShot", "rows"),
+    mutant("only_some_wait", "VISIBLE", "!__syncthreads_or(wait.broken)", "!wait.broken", "rows"),
+    mutant("groups_not_awaited", "VISIBLE", "    barrier();\n    const float scale", "    const float scale", "rows"),
+    mutant("one_packet_unchecked", "VISIBLE", CHECKED, CHECKED.replace(" || w[2].w != epoch", ""), "flags", file=FLAGS),
+    mutant("parts_not_awaited", "VISIBLE", PARTS, PARTS.removeprefix(BARRIER), "flags", file=FLAGS),
+    mutant("one_slab", "REUSE", "packets[from][epoch % 2]", "packets[from][0]", "flags", file=FLAGS),
+    mutant("one_of_terms", "REUSE", "terms[from][epoch % 2]", "terms[from][0]", "rows"),
+    mutant("one_of_groups", "REUSE", "groups[turn++ % 2]", "groups[0]", "rows"),
+    mutant("headers_unchecked", "REUSE", HEADERS, "", "rows"),
+    mutant("one_word_arrived", "PROGRESS", ARRIVED, ARRIVED.replace("epoch % 2", "0"), "rows"),
+)  # fmt: skip
+TWO_SHOT_MUTANTS = (
+    mutant("relaxed_made", "VISIBLE", MADE, volatile(MADE), "rows"),
+    mutant("made_before_stored", "VISIBLE", BARRIER + "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n" + MADE,
+           "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n" + MADE, "rows"),
+    mutant("one_of_results", "REUSE", "results[from][epoch % 2]", "results[from][0]", "rows"),
+    mutant("results_in_one_place", "REUSE", "g / kPerOwner) * bytes", "0) * bytes", "rows"),
+    mutant("waiting_is_blamed", "FAILURE", "wait.again_behind(p, epoch)", "wait.again(p)", "absent"),
+    mutant("mismatch_unnoticed", "FAILURE", HEADERS, "", "mismatch"),
+)  # fmt: skip

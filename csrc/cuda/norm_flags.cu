@@ -8,8 +8,8 @@
 // Launch   the same grid on every rank; blocks of kThreads
 // Buffers  staging symmetric, zero at first; out and residual_out may each be in or residual; all aligned to 16 bytes
 // VISIBLE  the epoch is in the same 16-byte access as the data.
-// REUSE    slabs are two by the epoch's parity, as headers are (signal.cuh). In place: a thread loads a vector of in and residual,
-//          and block b has sent all its rows of in, before any of b's threads stores a vector of them; nobody else touches it.
+// REUSE    slabs are two by the epoch's parity, as headers are (signal.cuh). In place: a thread has sent its vectors of in, and
+//          loads those of a row and of residual before it stores there; nobody else touches them.
 //          `parts` is stored again after the barrier that follows its last load, `groups` after the one that follows that.
 // PROGRESS every block sends its packets, and block 0 headers, before it waits. All blocks fit on the device at once.
 // FAILURE  a thread whose deadline passes stores the missing rank in every rank's record and waits for nothing any more; so
@@ -120,7 +120,6 @@ struct Flags {
     const std::uint32_t rows = a.digest == kRefusal ? 0 : a.rows;
     for (std::uint32_t row = blockIdx.x; row < rows; row += gridDim.x) send(row);
     if (blockIdx.x == 0) await_headers(a, wait, epoch);
-    __syncthreads();  // in place: every thread has sent what the others now store over
     for (std::uint32_t row = blockIdx.x; row < rows; row += gridDim.x) {
       uint4 r[kMine][3];
       reduce(r, row);
