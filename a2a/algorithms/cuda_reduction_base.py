@@ -17,7 +17,7 @@ import torch
 
 from a2a.algorithms.base import Cost, Request
 from a2a.algorithms.reduction_base import DTYPES, REDUCE_OPS, Reduction
-from a2a.kernels import cpu, cuda, cuda_params
+from a2a.kernels import cpu, cuda, cuda_params, cuda_requests
 from a2a.work import StreamWork
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class CudaReduction(Reduction):
             numbers = _PIECES.get(dtype.itemsize, DTYPES[torch.int32]), COPY
         else:
             numbers = DTYPES[dtype], REDUCE_OPS[reduce_op]
+        smaller = num_bytes // comm.world_size if self.op == "reduce_scatter" else num_bytes
         place, (whole, share) = transport.place, self.shares(num_bytes, comm.world_size)
         params = Params(
             place=cuda_params.Place(
@@ -163,7 +164,9 @@ class CudaReduction(Reduction):
             ),
             staging=transport.reduction_staging.address,
             shares=_Shares(whole, share),
+            count=smaller // dtype.itemsize,
             digest=transport.digest(request) if digest is None else digest,
+            about=cuda_requests.about(COLLECTIVES[self.op], dtype, numbers[1]),
         )
         grid, block = self.launch_of(whole, share)
         call = cuda.Call(

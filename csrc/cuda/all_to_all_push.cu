@@ -294,10 +294,11 @@ struct Exchange {
   template <bool kLarge>
   __device__ void run(std::uint32_t blocks) {
     if (block == 0)
-      for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-        if (const std::uint64_t expected = a.pairs[p].recv_bytes; p != rank)
-          a.place.send_header(p, epoch, a.digest, a.pairs[p].send_bytes, address(p) | expected >> 32 << 48,
-                              std::uint32_t(expected));
+      for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x) {  // also to itself: for messages
+        const std::uint64_t expected = a.pairs[p].recv_bytes;
+        a.place.send_header(p, epoch, a.digest, a.pairs[p].send_bytes, address(p) | expected >> 32 << 48,
+                            std::uint32_t(expected));
+      }
     for (std::uint32_t k = 1; k < kWorld; k++) {
       const std::uint32_t p = (rank + k) % kWorld;
       if (by_flags(a.pairs[p].send_bytes)) send_packets(p, blocks);

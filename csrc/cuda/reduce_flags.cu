@@ -26,7 +26,7 @@ namespace a2a {
 constexpr bool kTwoShot = TWO_SHOT;  // of an all-reduce
 constexpr bool kSendsWhole = COLLECTIVE == kAllReduce && !kTwoShot;
 constexpr bool kSendsResults = COLLECTIVE == kAllGather || kTwoShot;
-constexpr std::uint32_t kLooks = kWorld < 4 ? kWorld : 4;  // ranks whose packets a thread looks for at a time
+constexpr std::uint32_t kLooks = kWorld < 3 ? kWorld : 3;  // ranks whose packets a thread looks for at a time
 
 // A thread's bytes of a share, as vectors and as packets.
 struct Payload {
@@ -112,28 +112,29 @@ struct Flags {
   // Unit u of every rank's input, reduced; false: a rank's has not come.
   __device__ bool reduce(Payload& result, const Payload& own, std::uint32_t all, std::uint32_t u) {
     Sum sums[3];
+#pragma unroll 1
     for (std::uint32_t first = 0; first < kWorld; first += kLooks) {
       Packets packets[kLooks];
 #pragma unroll
       for (std::uint32_t j = 0; j < kLooks; j++)
         if (first + j < kWorld && first + j != rank) packets[j].look(input_slab(rank, first + j), all, u);
 #pragma unroll
-      for (std::uint32_t j = 0; j < kLooks; j++) {
-        const std::uint32_t p = first + j;
-        if (p >= kWorld) break;
-        Payload term = own;
-        if (p != rank) {
-          while (!packets[j].arrived(epoch) && wait.again(p)) packets[j].look(input_slab(rank, p), all, u);
-          if (wait.broken) return false;
-          term = packets[j].payload();
-        }
-#pragma unroll
-        for (std::uint32_t k = 0; k < 3; k++) p == 0 ? sums[k].first(term.v[k]) : sums[k].next(term.v[k]);
-      }
+      for (std::uint32_t j = 0; j < kLooks; j++) add(sums, first + j, packets[j], own, all, u);
     }
 #pragma unroll
     for (std::uint32_t k = 0; k < 3; k++) result.v[k] = sums[k].result();
-    return true;
+    return !wait.broken;
+  }
+
+  // Rank p's term, of which `packets` was a first look.
+  __device__ __forceinline__ void add(Sum (&sums)[3], std::uint32_t p, Packets& packets, const Payload& own,
+                                      std::uint32_t all, std::uint32_t u) {
+    if (p >= kWorld) return;
+    if (p != rank)
+      while (!packets.arrived(epoch) && wait.again(p)) packets.look(input_slab(rank, p), all, u);
+    const Payload term = p == rank ? own : packets.payload();
+#pragma unroll
+    for (std::uint32_t k = 0; k < 3; k++) p == 0 ? sums[k].first(term.v[k]) : sums[k].next(term.v[k]);
   }
 
   // ---- results
@@ -181,7 +182,7 @@ struct Flags {
   __device__ void run() {
     if (blockIdx.x == 0)
       for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-        if (p != rank) send_header(a, p, epoch, kOrdinary, kOrdinary);
+        send_header(a, p, epoch, kOrdinary, kOrdinary);  // also to itself: for messages
     if (a.digest != kRefusal) {
       if constexpr (kReduces)
         send_inputs();

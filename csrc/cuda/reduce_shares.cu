@@ -324,11 +324,10 @@ __device__ inline bool enter(const Params& a, std::uint32_t epoch, std::uint64_t
   const std::uint32_t rank = a.place.rank;
   const std::uint64_t in = kReduces ? symmetric(a, a.in) : kOrdinary, out = kGathers ? symmetric(a, a.out) : kOrdinary;
   if (blockIdx.x == 0)
-    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-      if (p != rank) {
-        send_header(a, p, epoch, in, out);
-        if (in != kOrdinary) ptx::store_release_sys(&a.place.at<Staging>(p, a.staging)->entered[rank], epoch);
-      }
+    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x) {
+      send_header(a, p, epoch, in, out);  // also to itself: for messages
+      if (in != kOrdinary) ptx::store_release_sys(&a.place.at<Staging>(p, a.staging)->entered[rank], epoch);
+    }
   Wait wait(a.place, kWorld);
   for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x) {
     std::uint64_t theirs_in = in, theirs_out = out;
