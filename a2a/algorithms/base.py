@@ -80,6 +80,10 @@ class Algorithm(ABC):
     def cost(self, request: Request, comm: Communicator) -> Cost:
         """Modelled cost of a request that it supports."""
 
+    def remarks(self, request: Request, comm: Communicator) -> tuple[str, ...]:
+        """What else `a2a plan` says of it where it is chosen."""
+        return ()
+
     def no_memory(self, comm: Communicator) -> str | None:
         """Why its kernels can't run on `comm`, or None."""
         if comm.transport is None:

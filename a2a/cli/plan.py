@@ -75,6 +75,8 @@ def _show(out: Any, plan: dict[str, Any]) -> None:
         out.print(
             f"{what}: [bold]{plan['algorithm']}[/bold], {plan['reason']}: {show.us_text(plan['time_us'])} us ({cost})"
         )
+    for remark in plan["remarks"]:
+        out.print(f"  {remark}", markup=False)
     for name, why in plan["rejected"]:
         out.print(f"  not {name}: {why}", markup=False)
     if plan["algorithm"] is None:
@@ -119,6 +121,7 @@ def _plan(request: Any, comm: Any) -> dict[str, Any]:
             "reason": _way_out(request, comm),
             "time_us": None,
             "cost": {},
+            "remarks": (),
             "rejected": error.rejected,
         }
     return {
@@ -126,6 +129,7 @@ def _plan(request: Any, comm: Any) -> dict[str, Any]:
         "reason": plan.reason,
         "time_us": plan.time_us,
         "cost": asdict(plan.cost),
+        "remarks": plan.algorithm.remarks(request, comm),
         "rejected": plan.rejected,
     }
 
