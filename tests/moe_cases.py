@@ -154,8 +154,9 @@ class Step:
     def answer(self) -> Answer:
         """Every tensor of the step, without rows past the end."""
         routing, end = self.routing, self.end
+        used = self.routing.row_index_R[self.valid_R].tolist() if self.compact else range(end)
         answer = {
-            "rows": self.rows.detach() if self.compact else self.rows.detach()[:end],
+            "rows": self.rows.detach()[: max(used, default=-1) + 1],
             "rows_per_expert": self.rows_per_expert,
             "offsets_E": routing.offsets_E,
             "row_weights_R": torch.where(self.valid_R, routing.row_weights_R.detach(), 0.0)[:end],
@@ -164,7 +165,7 @@ class Step:
             "row_k_R": routing.row_k_R[:end],
             "overflow": routing.overflow,
             "topk_ids_TK": routing.topk_ids_TK,
-            "row_index_R": routing.row_index_R,
+            "row_index_R": routing.row_index_R[:end],
             "y": self.y_TH.detach(),
             "grad_out": grad_or_zeros(self.out_RH)[:end],
             "grad_row_weights_R": grad_or_zeros(routing.row_weights_R)[:end],

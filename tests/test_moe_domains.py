@@ -38,6 +38,7 @@ BLOCKS, CYCLIC = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 UNEVEN, MIXED, THREE = ((0, 1, 2), (3, 4)), ((0, 3), (1, 2, 4)), ((0, 4), (1,), (2, 3))
 OVER_FOUR, OVER_FIVE = [BLOCKS, CYCLIC], [UNEVEN, MIXED, THREE]
 CULPRIT = 1
+HEADS = 2048  # bytes that go ahead of a collective, on all rails of a rank, at most
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -159,7 +160,7 @@ def cases(draw: st.DrawFn, domains: Domains) -> Case:
         options["expert_to_rank"] = tuple(draw(owners))
     if draw(st.booleans()):
         compact = options["layout"] == "compact"
-        options |= {"max_rows": 400 if compact else draw(st.integers(0, 60)), "overflow": "drop"}
+        options |= {"max_rows": 500 if compact else draw(st.integers(0, 60)), "overflow": "drop"}
     case = Case(
         num_experts=num_experts,
         top_k=draw(st.integers(1, 5)),
@@ -181,8 +182,8 @@ quietly = settings(deadline=None, suppress_health_check=list(HealthCheck), deran
 @pytest.mark.ranks(5)
 @pytest.mark.parametrize("domains", OVER_FIVE, ids=str)
 def test_any_routing(world: Any, domains: Domains) -> None:
-    @settings(quietly, max_examples=8)
-    @given(several=st.lists(cases(domains), min_size=6, max_size=6))
+    @settings(quietly, max_examples=3)
+    @given(several=st.lists(cases(domains), min_size=8, max_size=8))
     def check(several: list[Case]) -> None:
         assert_steps_in_domains(world, several)
 
@@ -330,7 +331,7 @@ def crossing(case: Case, world_size: int) -> tuple[list[int], list[int]]:
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire_combine": "float32"}], ids=str)
 def test_a_token_crosses_once_to_each_domain(world: Any, options: dict[str, Any]) -> None:
-    """Numbers, experts and weights included, a rail carries at most 2 % more than the rows themselves."""
+    """Numbers, experts and weights included, rails carry at most 2 % more than the rows themselves, and heads."""
     for domains in OVER_FOUR if world.size == 4 else OVER_FIVE:
         case = Case(num_experts=32, top_k=8, hidden=2048, tokens=(200,), ids="distinct", domains=domains)
         case = with_options(case, **options)
@@ -341,10 +342,10 @@ def test_a_token_crosses_once_to_each_domain(world: Any, options: dict[str, Any]
             sum_row *= 2
         out, home = crossing(case, world.size)
         for rank, (dispatch, combine, backward) in enumerate(world.run(bytes_of_phases, case=case)):
-            assert out[rank] * wire_row < dispatch < 1.02 * out[rank] * wire_row
-            assert home[rank] * sum_row < combine < 1.02 * home[rank] * sum_row
+            assert out[rank] * wire_row < dispatch < 1.02 * out[rank] * wire_row + HEADS
+            assert home[rank] * sum_row < combine < 1.02 * home[rank] * sum_row + HEADS
             both = out[rank] * wire_row + home[rank] * sum_row
-            assert both < backward < 1.02 * both
+            assert both < backward < 1.02 * both + 2 * HEADS
 
 
 @pytest.mark.ranks(4)

@@ -214,10 +214,10 @@ int a2a_moe_count(a2a_moe* m, uint32_t request, const void* ids, int ids_bytes, 
       const std::int32_t e = m->of_rank[i];
       std::int64_t at = row;
       for (std::uint32_t n = 0; n < m->sources; n++) {
-        const std::uint32_t place = m->order[n], s = place / parts, i = place % parts;
-        if (s == c.rank) m->remote[std::size_t(i) * E + std::uint32_t(e)] = at;
+        const std::uint32_t place = m->order[n], s = place / parts, part = place % parts;
+        if (s == c.rank) m->remote[std::size_t(part) * E + std::uint32_t(e)] = at;
         if (r == c.rank) m->next[std::size_t(m->local[e]) * P * parts + place] = at;
-        at += m->counts(s)[i * each + std::uint32_t(e)];
+        at += m->counts(s)[part * each + std::uint32_t(e)];
       }
       if (r == c.rank) {
         result[3 + m->local[e]] = at - row;
