@@ -100,9 +100,9 @@ class ExpertParallel:
         ValueError, TypeError: an argument is impossible.
         MismatchError: the ranks' arguments differ. On all of them.
         UnsupportedError: no transport or algorithm serves this group; lists the reasons.
-    Several domains: rows, their order and their bits are those of one domain; sums are rounded once more (see `combine`). With
-        `max_rows`, what crosses between domains has the size of `max_tokens`, whatever the routing. A RowOverflowError reaches
-        the ranks of other domains with their next call.
+    Several domains: rows, their order and their bits are those of one domain; sums are rounded once more (see
+        `combine`). With `max_rows`, what crosses between domains has the size of `max_tokens`, whatever the routing. A
+        RowOverflowError reaches the ranks of other domains with their next call.
     Cost: buffers for the counts and a pool of symmetric address space, whose pages come as they are used.
     Source: the exchange that DeepEP, HybridEP and FlashInfer do on GPUs; the order of sums is documented in `combine`.
     """
@@ -220,9 +220,9 @@ class ExpertParallel:
         Order: the rank that holds a token's experts sums the token's rows in expert order, then k, in float32: each product
             rounded, then added, starting from the first; and rounds once to the dtype (not at all with
             wire_combine="float32"). The owner adds the ranks' sums in rank order in float32, starting from the first,
-            and rounds once. So the bits are the same in every run and on every machine. In a group of several domains each
-            domain sums its ranks' sums so (rounded once to the dtype, or not at all), and the owner the domains' in the order
-            of their lowest ranks.
+            and rounds once. So the bits are the same in every run and on every machine. In a group of several domains
+            each domain sums its ranks' sums so (rounded once to the dtype, or not at all), and the owner the domains'
+            in the order of their lowest ranks.
         Raises: as `dispatch`; MismatchError if the routing belongs to another dispatch.
         """
         if torch.is_autocast_enabled(self.comm.device_type) and out_rows.dtype != self.spec.dtype:

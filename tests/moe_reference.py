@@ -33,7 +33,9 @@ class Layer:
     wire: str | None = None
     wire_combine: str | None = None
     expert_to_rank: tuple[int, ...] | None = None
-    domains: tuple[tuple[int, ...], ...] | None = None  # the ranks of each, in the order of their lowest; None: one domain
+    domains: tuple[tuple[int, ...], ...] | None = (
+        None  # the ranks of each, in the order of their lowest; None: one domain
+    )
 
 
 class Tokens(NamedTuple):
@@ -261,7 +263,9 @@ def _sum_to_tokens(
         sums = _summed(of_ranks)
     else:
         of_domains = [_summed([of_ranks[rank] for rank in ranks]) for ranks in layer.domains]
-        for ranks, of_domain in zip(layer.domains, of_domains, strict=True):  # one whose rows were dropped there adds zero
+        for ranks, of_domain in zip(
+            layer.domains, of_domains, strict=True
+        ):  # one whose rows were dropped there adds zero
             for key in _tokens_sent_to(layer, tokens, ranks) - of_domain.keys():
                 of_domain[key] = torch.zeros(tokens[0].x_TH.shape[1])
         sums = _summed([{key: _sent(layer, sum_H) for key, sum_H in each.items()} for each in of_domains])

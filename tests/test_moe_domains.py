@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import itertools
 import random
 import time
 from typing import Any
@@ -23,8 +23,6 @@ from moe_cases import (
     Case,
     Step,
     assert_answers,
-    assert_same_bits,
-    assert_step,
     assert_steps_in_domains,
     expected_step,
     full_step,
@@ -81,14 +79,24 @@ def test_a_domain_may_be_one_rank(world: Any) -> None:
 def test_any_dtype_weights_and_number_of_tokens(world: Any) -> None:
     tokens = ((0, 0, 0, 0, 0), (12, 0, 0, 0, 1), (0, 3, 12, 0, 7))
     cases = [
-        Case(domains=UNEVEN, dtype=dtype, weights=weights, tokens=tokens[n % 3], apply_weights=n % 2 == 0, ids=ids, seed=n)
+        Case(
+            domains=UNEVEN,
+            dtype=dtype,
+            weights=weights,
+            tokens=tokens[n % 3],
+            apply_weights=n % 2 == 0,
+            ids=ids,
+            seed=n,
+        )
         for n, (dtype, weights, ids) in enumerate(
             [(F32, None, "any"), (F16, BF16, "one"), (BF16, F32, "none"), (F32, F16, "distinct"), (BF16, None, "any")]
         )
     ]
     owners = [(4, 4, 0, 0, 3, 1, 2), (3, 3, 3, 4, 4, 4, 4), (0, 0, 0, 0, 0, 0, 0)]  # also none in a domain
     cases += [with_options(Case(domains=UNEVEN, seed=n), expert_to_rank=owned) for n, owned in enumerate(owners)]
-    cases += [Case(domains=UNEVEN, num_experts=n, top_k=k, hidden=h) for n, k, h in [(1, 1, 8), (40, 32, 16), (70, 8, 600)]]
+    cases += [
+        Case(domains=UNEVEN, num_experts=n, top_k=k, hidden=h) for n, k, h in [(1, 1, 8), (40, 32, 16), (70, 8, 600)]
+    ]
     assert_steps_in_domains(world, [with_options(case, max_tokens=12) for case in cases])
 
 
@@ -138,7 +146,9 @@ def sizes_of(case: Case, rank: int) -> Tensor:
     x_TH, ids_TK, weights_TK = case.inputs(rank)[0]
     factors_E = torch.tensor([0.37 * (e % 11) - 1.9 for e in range(case.num_experts)], dtype=case.dtype)
     assert weights_TK is not None
-    sizes: Tensor = (weights_TK.double()[..., None] * (x_TH[:, None] * factors_E[ids_TK][..., None]).double()).abs().sum(1)
+    sizes: Tensor = (
+        (weights_TK.double()[..., None] * (x_TH[:, None] * factors_E[ids_TK][..., None]).double()).abs().sum(1)
+    )
     return sizes
 
 
@@ -310,7 +320,7 @@ def bytes_of_phases(case: Case) -> list[int]:
         sent.append(comm.domains.bytes_sent)
         step.backward()
         sent.append(comm.domains.bytes_sent)
-        return [after - before for before, after in zip(sent, sent[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(sent)]
 
 
 def crossing(case: Case, world_size: int) -> tuple[list[int], list[int]]:
@@ -351,7 +361,9 @@ def test_a_token_crosses_once_to_each_domain(world: Any, options: dict[str, Any]
 @pytest.mark.ranks(4)
 def test_with_max_rows_what_crosses_does_not_depend_on_the_routing(world: Any) -> None:
     case = Case(num_experts=8, top_k=2, hidden=64, tokens=(6, 3, 0, 8), domains=BLOCKS)
-    cases = [with_options(dataclasses.replace(case, ids=ids), max_rows=100, max_tokens=8) for ids in ("any", "one", "none")]
+    cases = [
+        with_options(dataclasses.replace(case, ids=ids), max_rows=100, max_tokens=8) for ids in ("any", "one", "none")
+    ]
     first, *others = [world.run(bytes_of_phases, case=case) for case in cases]
     assert all(phases == first[0] for phases in first)
     assert all(other == first for other in others)

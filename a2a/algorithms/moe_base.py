@@ -149,8 +149,8 @@ class Sources:
     """Whose tokens the ranks of a domain bring to its dispatches: their own, and those that came to them over rails.
 
     Attributes:
-        table: for each rank of the domain, the sources of its parts: first itself; -1 where a part has none. All ranks have as
-            many parts, and a source is named once. Rows are ordered by source.
+        table: for each rank of the domain, the sources of its parts: first itself; -1 where a part has none. All ranks
+            have as many parts, and a source is named once. Rows are ordered by source.
     """
 
     table: tuple[tuple[int, ...], ...]
@@ -170,7 +170,7 @@ class Sources:
 
 
 class Part(NamedTuple):
-    """Tokens of one source that a rank brings: their rows (or e4m3 and scales), and their numbers there (None: 0, 1, ...)."""
+    """Tokens of one source that a rank brings: rows (or e4m3 and scales), and their numbers there (None: 0, 1, ...)."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None = None

@@ -1,13 +1,14 @@
 """What of a dispatch crosses rails: which tokens go to which domain, how they are packed, and how their sums come together.
 
-A token goes to a domain once, however many of its experts are there, with a mask of the k that are, and for each of these its
-expert (as the domain counts them) and weight, in the order of (token, k). All the rest follows from lists and masks, which the
-routing keeps for the collectives that follow the dispatch.
+A token goes to a domain once, however many of its experts are there, with a mask of the k that are, and for each of
+these its expert (as the domain counts them) and weight, in the order of (token, k). All the rest follows from lists and
+masks, which the routing keeps for the collectives that follow the dispatch.
 
-Messages are as large as what they carry. With `max_rows` they are as large as what they could carry, whatever the routing, so that
-nobody needs to know a count to send or receive one.
+Messages are as large as what they carry. With `max_rows` they are as large as what they could carry, whatever the
+routing, so that nobody needs to know a count to send or receive one.
 
-Legend of shape suffixes: T tokens of this rank, K experts per token, H hidden, R received rows, N tokens of a list, P pairs of it.
+Legend of shape suffixes: T tokens of this rank, K experts per token, H hidden, R received rows, N tokens of a list, P
+pairs of it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class Crossers(NamedTuple):
     @property
     def tokens(self) -> int:
         return len(self.masks_N)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.tokens, self.pairs
 
 
 class Crossing(NamedTuple):
@@ -288,7 +293,7 @@ class Packing:
         )
 
     def merge(self, y_TH: torch.Tensor, sums: Sequence[torch.Tensor], went: Sequence[Crossers], mine: int) -> None:
-        """Sum what the domains give, in their order: of each its sums of the tokens that went there; of `mine`, of all tokens."""
+        """Sum what the domains give, in their order: sums of the tokens that went there; of `mine`, of all tokens."""
         terms = [
             cpu.MoeSums(rows.data_ptr(), c.list_N.data_ptr(), c.tokens, d == mine)
             for d, (rows, c) in enumerate(zip(sums, went, strict=True))

@@ -1,25 +1,30 @@
 """Mixture of Experts across domains: over a rail once per token and domain, then load and store inside the domain.
 
-    dispatch            cross    a token goes over its rank's rail to each domain that has experts of it, once, with those
-                                 experts and their weights; quantised at its source, if there is a wire format
-                        inside   each domain runs the exchange of one domain (`staged`, `direct`) over its ranks' tokens and
-                                 those that came, which keep their rank and number: rows have the bits and the order of one domain
-    combine             inside   each domain sums what it holds of a token, wherever the token comes from
-                        cross    one sum per token and domain goes home
-                        merge    the owner sums the domains' sums
-    the gradients go the same ways, combine's as dispatch does and dispatch's as combine does
+    dispatch    cross    a token goes over its rank's rail to each domain that has experts of it, once, with those experts
+                         and their weights; quantised at its source, if there is a wire format
+                inside   each domain runs the exchange of one domain (`staged`, `direct`) over its ranks' tokens and those
+                         that came, which keep their rank and number: rows have the bits and the order of one domain
+    combine     inside   each domain sums what it holds of a token, wherever the token comes from
+                cross    one sum per token and domain goes home
+                merge    the owner sums the domains' sums
+    gradients   the same ways: combine's as dispatch goes, dispatch's as combine does
 
-Order of sums: the ranks' sums are those of one domain (a rank's rows in expert order, rounded to the dtype). Each domain, the
-owner's own among them, sums its ranks' in rank order in float32, from the first, and rounds to the dtype; the owner sums the
-domains' in the order of their lowest ranks, in float32, from the first, and rounds. With wire_combine="float32" nothing is
-rounded but the end. A domain to which a token went counts although `overflow="drop"` has dropped its rows there: with zero.
+Order of sums: the ranks' sums are those of one domain (a rank's rows in expert order, rounded to the dtype). Each domain,
+the owner's own among them, sums its ranks' in rank order in float32, from the first, and rounds to the dtype; the owner
+sums the domains' in the order of their lowest ranks, in float32, from the first, and rounds. With wire_combine="float32"
+nothing is rounded but the end. A domain to which a token went counts although `overflow="drop"` has dropped its rows
+there: with zero.
 
-Wins wherever the links between domains are slower than those inside and a token has several experts in one domain: all the copies
-that it would send there cross as one. A single expert per domain crosses once either way, and two steps take longer than one.
+Wins wherever the links between domains are slower than those inside and a token has several experts in one domain: all
+the copies that it would send there cross as one.
+
+On a CPU. What a GPU needs beside is `Packing` on its memory and the heads as words of the device; with `max_rows` nothing
+that crosses has a size that the host would have to wait for.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -45,6 +50,7 @@ Ids = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # ids within the d
 class MoeHierarchical(Across, Moe):
     """See the module's docstring."""
 
+    name: ClassVar[str] = "hierarchical"
     device_type: ClassVar[str] = "cpu"
     rail_steps: ClassVar[int] = 2  # heads, then what they announce
 
@@ -83,8 +89,8 @@ class MoeHierarchical(Across, Moe):
         flat = request.num_bytes * int(request.get("top_k")) * (comm.world_size - largest.world_size) // comm.world_size
         time = replace(cost, scale_out_bytes=flat, rail_steps=1).time_us(comm)
         return (
-            f"flat, every (token, expert) row by itself over the group's engine, would send {flat:,} bytes across rails instead "
-            f"of {cost.scale_out_bytes:,} ({flat / max(cost.scale_out_bytes, 1):.1f} times), modelled {time:.1f} us",
+            f"flat, every (token, expert) row by itself over the group's engine, would send {flat:,} bytes across rails "
+            f"instead of {cost.scale_out_bytes:,} ({flat / max(cost.scale_out_bytes, 1):.1f} times), modelled {time:.1f} us",
         )
 
     def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
@@ -98,6 +104,7 @@ class HierarchicalExchange(MoeExchange):
 
     def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
         self._comm, self._spec, self._domains = comm, spec, comm.domains
+        self._longer = 2 * comm.timeout_s + 1  # than what a rank of this domain may spend on its rails
         self._places = places = Places.of(comm.topology, comm.rank)
         experts = [
             [e for e, owner in enumerate(spec.expert_to_rank) if owner in ranks] for ranks in self._domains.ranks
@@ -116,6 +123,7 @@ class HierarchicalExchange(MoeExchange):
         assert found is not None and isinstance(found[0], MoeStaged), "the planner asked before"
         algorithm = found[0]
         inner = self._inside("open", lambda: algorithm.open(comm, inside, sources), tell=True)
+        assert isinstance(inner, SharedMemoryExchange)
         try:
             _, _, told = self._legs.begin("open", {}).wait()
             if told is not None:
@@ -145,7 +153,10 @@ class HierarchicalExchange(MoeExchange):
         weighted = weights_TK is not None
         meeting = self._legs.begin(
             "dispatch",
-            {(places.home, d): Head(0, 0, went[d].tokens, went[d].pairs, weighted=weighted) for d in places.others},
+            {
+                (places.home, d): Head(send_rows=went[d].tokens, send_pairs=went[d].pairs, weighted=weighted)
+                for d in places.others
+            },
         )
         x = self._wired(x)
         rows, index = self._packed(x, went), {}
@@ -171,7 +182,8 @@ class HierarchicalExchange(MoeExchange):
             for a, c, n in zip(places.arrivals, came, numbers, strict=True)
         ]
         inner.bring([x, *parts])
-        got = self._inside("dispatch", lambda: inner.dispatch(x.rows, x.scales, ids_VK, weights_VK))
+        with inner.waiting(self._longer):
+            got = self._inside("dispatch", lambda: inner.dispatch(x.rows, x.scales, ids_VK, weights_VK))
         brought = got.plan.view(2, -1)
         plan = Crossing(brought[0], brought[1], went, tuple(came)).pack()
         return got._replace(topk_ids_TK=given_TK.to(torch.int32, copy=True), plan=plan)
@@ -233,7 +245,8 @@ class HierarchicalExchange(MoeExchange):
         ]
         inner.bring([grad, *parts])
         inside = crossing.inside(origins, self._brought(origins, crossing))
-        return self._inside(op, lambda: inner.combine_backward(grad_TH, rows_RH, weights_R, inside))
+        with inner.waiting(self._longer):
+            return self._inside(op, lambda: inner.combine_backward(grad_TH, rows_RH, weights_R, inside))
 
     def _wired(self, part: Part) -> Part:
         """As it travels: quantised, unless it is already or nothing is."""
@@ -292,9 +305,9 @@ class HierarchicalExchange(MoeExchange):
         sums: torch.Tensor,
         grads_VK: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Send the domain's sums of what came home, and sum what comes home; so with the pairs' gradients, into `grads_VK`."""
+        """Send home the domain's sums of what came, and sum what comes home; the pairs' gradients go into `grads_VK`."""
         packing, places, inner, dtype = self._packing, self._places, self._inner, self._inner.sum_dtype
-        heads, skip, told = self._legs.begin(op, self._heads(crossing, home=True)).wait()
+        _, skip, told = self._legs.begin(op, self._heads(crossing, home=True)).wait()
         out, grads_out, at = {}, {}, len(origins.topk_ids_TK)
         for a, c in zip(places.arrivals, crossing.came, strict=True):
             key, size = (a.rail, a.domain), packing.home_bytes(c.tokens, dtype)
@@ -350,14 +363,13 @@ class HierarchicalExchange(MoeExchange):
     def _heads(self, crossing: Crossing, home: bool) -> dict[Key, Head]:
         """What this rank sends and expects, of tokens that go out or, with `home`, of sums that go home."""
         places = self._places
-        went = {(places.home, d): crossing.went[d] for d in places.others}
-        came = {(a.rail, a.domain): c for a, c in zip(places.arrivals, crossing.came, strict=True)}
-        sent, expected, nobody = (came, went, None) if home else (went, came, None)
+        went = {(places.home, d): crossing.went[d].size for d in places.others}
+        came = {(a.rail, a.domain): c.size for a, c in zip(places.arrivals, crossing.came, strict=True)}
+        sent, expected = (came, went) if home else (went, came)
         heads = {}
         for key in went.keys() | came.keys():
-            out, back = sent.get(key, nobody), expected.get(key, nobody)
-            counts = [n for c in (out, back) for n in ((c.tokens, c.pairs) if c is not None else (0, 0))]
-            heads[key] = Head(0, 0, *counts)
+            out, back = (sizes.get(key, (0, 0)) for sizes in (sent, expected))
+            heads[key] = Head(send_rows=out[0], send_pairs=out[1], expect_rows=back[0], expect_pairs=back[1])
         return heads
 
     def _crossing(self, origins: Origins) -> Crossing:
@@ -374,8 +386,8 @@ class HierarchicalExchange(MoeExchange):
 
     def _nonsense(self, head: Head) -> MismatchError:
         return MismatchError(
-            f"dispatch: rank {head.rank} announced {head.send_rows} tokens with {head.send_pairs} experts, but that is not what "
-            f"came, or not what its ExpertParallel allows: its a2a may be of another version [leg rail]",
+            f"dispatch: rank {head.rank} announced {head.send_rows} tokens with {head.send_pairs} experts, but that is not "
+            f"what came, or not what its ExpertParallel allows: its a2a may be of another version [leg rail]",
             rank=self._comm.rank,
             peer=head.rank,
             op="dispatch",
@@ -387,14 +399,15 @@ class HierarchicalExchange(MoeExchange):
 
         def call() -> None:
             with self._domains.guarded(op):
-                steps = [lambda: self._legs.refuse(op, why), lambda: self._inner.refuse(op, why)]
+                steps: list[Callable[[], None]] = [
+                    lambda: self._legs.refuse(op, why),
+                    lambda: self._inner.refuse(op, why),
+                ]
                 for step in steps if op in ("dispatch", "combine_backward") else reversed(steps):
                     step()
 
-        try:
+        with contextlib.suppress(A2AError):  # the caller raises what it refuses for; a failure comes with the next call
             self._domains.lane.run(call)
-        except A2AError:  # the caller raises what it refuses for; the failure comes with the next call
-            pass
 
     def close(self) -> None:
         self._inner.close()

@@ -1,13 +1,13 @@
 """What ExpertParallel says over rails: who brings whose tokens, and what goes ahead of them.
 
-**Who meets whom.** Rank i of a domain sends its tokens over rail i, so to rank i (mod their number) of every other domain, which
-*brings* them to that domain's exchange beside its own. Sums and gradients come back the same way. A rank of a small domain may
-be on several rails: it sends on its *home* rail, and receives on all of them.
+**Who meets whom.** Rank i of a domain sends its tokens over rail i, so to rank i (mod their number) of every other
+domain, which *brings* them to that domain's exchange beside its own. Sums and gradients come back the same way. A rank
+of a small domain may be on several rails: it sends on its *home* rail, and receives on all of them.
 
-**Heads.** Each collective begins, on every rail, with a head to every domain: a digest of what all ranks must agree on, how many
-rows and (token, expert) pairs follow, and whether the rank refuses its call. So a rank that calls something else, or can't
-make its call, is found out before data moves, the sizes of what follows are known to both sides, and a refusal leaves all ranks
-in step. (A failure breaks the communicator for all, see a2a/domains.py.)
+**Heads.** Each collective begins, on every rail, with a head to every domain: a digest of what all ranks must agree on,
+how many rows and (token, expert) pairs follow, and whether the rank refuses its call. So a rank that calls something
+else, or can't make its call, is found out before data moves, the sizes of what follows are known to both sides, and a
+refusal leaves all ranks in step. (A failure breaks the communicator for all, see a2a/domains.py.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Key = tuple[int, int]  # (rail, domain): a rank that this one meets
 
 
 class Arrival(NamedTuple):
-    """Tokens of one rank of another domain, which this rank brings to its own: part number, where they come from, whose."""
+    """Tokens of a rank of another domain, which this one brings to its own: part number, where from, whose."""
 
     part: int
     rail: int
@@ -82,7 +82,7 @@ class Places:
 
 
 def _arrivals(topology: Topology, domain: int, place: int) -> tuple[Arrival, ...]:
-    """Whose tokens come to rank number `place` of a domain: those of every other domain's rank i, on rail i, which it is on."""
+    """Whose tokens come to rank number `place` of a domain: on each rail i that it is on, every other domain's rank i's."""
     size = len(topology.domains[domain].ranks)
     found: list[Arrival] = []
     for rail in range(place, len(topology.rails()), size):
@@ -121,8 +121,9 @@ class Head:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Head:
-        digest, rank, refused, *counts, weighted, text = _HEAD.unpack(packed[: _HEAD.size])
-        return cls(digest, rank, *counts, bool(weighted), bool(refused), text.rstrip(b"\0").decode(errors="replace"))
+        digest, rank, refused, rows, pairs, back, pairs_back, weighted, text = _HEAD.unpack(packed[: _HEAD.size])
+        told = text.rstrip(b"\0").decode(errors="replace")
+        return cls(digest, rank, rows, pairs, back, pairs_back, bool(weighted), bool(refused), told)
 
     def filled(self, mine: Head) -> Head:
         """With who and what from `mine`."""
@@ -149,15 +150,20 @@ class Legs:
         self._asks = {**spec.asks(), "open": (f"open|{spec.identity()}", spec.identity())}
 
     def begin(self, op: str, heads: Mapping[Key, Head], refused: str | None = None) -> Meeting:
-        """Send a head to everybody on every rail; `heads`: those that say more than that this rank is there, or `refused`: why not."""
+        """Send a head to everybody on every rail.
+
+        Args:
+            heads: those that announce something; the others say that this rank is there.
+            refused: why this rank does not make its call, if so.
+        """
         rank, (agree, text) = self.domains.parent_rank, self._asks[op]
         mine = Head(_digest(agree), rank, refused=refused is not None, text=text if refused is None else refused)
         sent, came, works = {}, {}, []
         for number, rail in self.domains.rails.items():
             there = [heads.get((number, d), Head()).filled(mine) for d in range(rail.size)]
-            out = torch.frombuffer(bytearray(b"".join(map(Head.pack, there))), dtype=torch.uint8).split(HEAD_BYTES)
-            into = torch.empty(rail.size * HEAD_BYTES, dtype=torch.uint8).split(HEAD_BYTES)
-            works.append(rail.all_to_all(into, out, async_op=True))
+            packed = torch.frombuffer(bytearray(b"".join(map(Head.pack, there))), dtype=torch.uint8)
+            out, into = packed.view(rail.size, HEAD_BYTES), torch.empty(rail.size, HEAD_BYTES, dtype=torch.uint8)
+            works.append(rail.all_to_all([*into], [*out], async_op=True))
             for d in range(rail.size):
                 if d != rail.rank:
                     sent[number, d], came[number, d] = there[d], into[d]
@@ -198,7 +204,7 @@ class Meeting:
         return {key: Head.unpack(piece.numpy().tobytes()) for key, piece in self._came.items()}
 
     def wait(self) -> tuple[dict[Key, Head], frozenset[int], MismatchError | None]:
-        """Returns: everybody's heads; rails on which somebody refuses, where nothing follows; and the error that tells of it.
+        """Returns: everybody's heads; rails on which somebody refuses, where nothing follows; the error that tells of it.
 
         Raises:
             MismatchError: somebody is in another collective, or has the routing of another dispatch: nobody can go on.
@@ -219,8 +225,8 @@ class Meeting:
                 raise self._mismatch(
                     head,
                     f"{self._op}: rank {head.rank} sends {head.send_rows} rows and expects {head.expect_rows}; rank "
-                    f"{domains.parent_rank} expects {sent.expect_rows} and sends {sent.send_rows}: one of them was given the "
-                    f"routing of another dispatch",
+                    f"{domains.parent_rank} expects {sent.expect_rows} and sends {sent.send_rows}: one of them was given "
+                    f"the routing of another dispatch",
                     rail,
                 )
         refusing = {rail: head for (rail, _), head in heads.items() if head.refused}

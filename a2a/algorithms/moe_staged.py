@@ -14,7 +14,9 @@ Wins with a wire format (a token is quantised once, whatever its number of exper
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -62,8 +64,9 @@ class MoeStaged(Moe):
 class SharedMemoryExchange(MoeExchange):
     """The CPU kernels of one ExpertParallel; `staged` and `direct` differ only in where dispatched rows lie.
 
-    With `sources`, the ranks bring tokens of other domains, too: `bring` says where they lie, arguments are of all that this rank
-    brings, and `Dispatched.plan` holds who brought each row and its place there, [2, R], for the collectives that follow.
+    With `sources`, the ranks bring tokens of other domains, too: `bring` says where they lie, arguments are of all that
+    this rank brings, and `Dispatched.plan` holds who brought each row and its place there, [2, R], for the collectives
+    that follow.
     """
 
     def __init__(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> None:
@@ -140,14 +143,26 @@ class SharedMemoryExchange(MoeExchange):
 
     def bring(self, parts: list[Part]) -> None:
         """Where the tokens lie that this rank brings to the next dispatch or combine_backward."""
-        rows = [
-            cpu.MoePart(_pointer(p.rows), _pointer(p.scales), _pointer(p.numbers), p.rows.shape[0]) for p in parts
-        ]
+        rows = [cpu.MoePart(_pointer(p.rows), _pointer(p.scales), _pointer(p.numbers), p.rows.shape[0]) for p in parts]
         rows += [cpu.MoePart(1, rows[0].scales, None, 0)] * (self._sources.parts - len(rows))
         self._parts = (cpu.MoePart * len(rows))(*rows)  # the library reads them
         self._lib.a2a_moe_bring(self._moe, self._parts)
 
     # ---- collectives
+
+    @contextlib.contextmanager
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """Wait so long for peers: they may wait for ranks of other domains, whose absence they shall tell of first."""
+        usual = self._transport.timeout_s
+        self._limit(seconds)
+        try:
+            yield
+        finally:
+            self._limit(usual)
+
+    def _limit(self, seconds: float) -> None:
+        self._transport.timeout_s = seconds
+        self._lib.a2a_set_timeout(self._comm.handle, seconds)
 
     def dispatch(
         self,

@@ -221,6 +221,11 @@ def bench(
     wire: Annotated[str | None, typer.Option(help="moe: fp8 or mxfp8: how rows travel.")] = None,
     rows: Annotated[str, typer.Option(help="moe: dtype, or wire: hand rows out as they travel.")] = "dtype",
     num_sms: Annotated[int | None, typer.Option(min=1, help="moe: the most SMs that may be used.")] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=2, help="2: start CPU ranks on two made-up hosts with a cable; needs root.")
+    ] = 1,
+    order: Annotated[str, typer.Option(help="--hosts 2: ranks in blocks, or dealt in turn (cyclic).")] = "blocks",
+    mbit: Annotated[float, typer.Option("--mbit", min=1, help="--hosts 2: speed of the cable, Mbit/s.")] = 1000.0,
     repeat: Repeat = None,
     json: Json = None,
     plot: Plot = None,
@@ -264,6 +269,9 @@ def bench(
         wire=None if wire is None else parse.word(wire, ("fp8", "mxfp8"), "--wire"),
         rows=parse.word(rows, ("dtype", "wire"), "--rows"),
         num_sms=num_sms,
+        hosts=hosts,
+        order=parse.word(order, ("blocks", "cyclic"), "--order"),
+        mbit_per_s=mbit,
     )
     return command.run(request, ranks, json, plot, default_ranks=devices.num_gpus() if kind == "cuda" else 2)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from a2a.cli import bench_tables, parse, show
+from a2a.cli.demo_hosts import MBIT_PER_S, on_hosts
 from a2a.cli.devices import NCCL_REFUSES, Site, site
 from a2a.cli.ranks import Emit, find_mpi, mpi_world, run_ranks
 
@@ -62,6 +63,9 @@ class Request:
     wire: str | None = None
     rows: str = "dtype"
     num_sms: int | None = None
+    hosts: int = 1
+    order: str = "blocks"
+    mbit_per_s: float = MBIT_PER_S
 
     @property
     def num_cells(self) -> int:
@@ -92,6 +96,8 @@ class Request:
             raise ValueError(f"{'--graph' if self.graph else '--beside'} is for GPUs; this runs on CPU ranks")
         if self.op == "moe" and self.top_k > self.experts:
             raise ValueError(f"--top-k {self.top_k} is more than --experts {self.experts}")
+        if self.hosts > 1 and (self.device != "cpu" or "mpi" in self.against):
+            raise ValueError("--hosts: made-up hosts are for CPU ranks that a2a starts, against gloo")
 
 
 def run(
@@ -114,7 +120,10 @@ def run(
                 if file is not None:
                     print(line.to_json(), file=file, flush=True)
 
-        run_ranks(work, request, ranks, receive, default=default_ranks, mpi=mpi)
+        if request.hosts > 1:
+            on_hosts(work, request, ranks or 4, request.order, receive, request.mbit_per_s)
+        else:
+            run_ranks(work, request, ranks, receive, default=default_ranks, mpi=mpi)
     if not lines:  # a rank other than 0, under a launcher
         return 0
     out = show.console(stderr=json_path == "-")
@@ -328,7 +337,9 @@ def _moe_case(request: Request, dtype: str, tokens: int, control: Control, here:
 
 
 def _place(request: Request, comm: Communicator) -> dict[str, Any]:
-    """What `case` says of the device; nothing on a CPU, as ever."""
+    """What `case` says of the device and of hosts; nothing on a CPU alone, as ever."""
+    if request.hosts > 1:
+        return {"hosts": request.hosts, "order": request.order, "mbit_per_s": request.mbit_per_s}
     if request.device == "cpu":
         return {}
     up = comm.topology.scale_up

@@ -164,9 +164,9 @@ A2A_API int a2a_moe_spread(a2a_moe*, uint32_t request, const void* g, uint32_t t
 // have bit k set where the token's k-th expert is meant; pairs are the (expert, weight) of these bits, in order.
 typedef struct {
   uint32_t experts, top_k, domains;
-  int32_t mine;            // this rank's domain
-  const int32_t* domain;   // [experts] the domain that holds it,
-  const int32_t* local;    // and its index there
+  int32_t mine;           // this rank's domain
+  const int32_t* domain;  // [experts] the domain that holds it,
+  const int32_t* local;   // and its index there
 } a2a_moe_domains;
 // lists and masks: [domains][tokens]; counts: [domains][2], tokens and pairs; own_ids: [tokens, top_k], ids within this domain,
 // else -1. kInvalid: counts[0], [1] and [2] are token, k and id of one out of range (so counts has room for 3 at least).

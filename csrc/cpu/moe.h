@@ -39,9 +39,7 @@ struct a2a_moe {
 
   std::size_t element() const { return a2a::dtype_bytes(dtype); }
   std::size_t row_bytes() const { return hidden * element(); }
-  std::size_t scale_row_bytes() const {
-    return a2a::ceil_div(hidden, a2a::wire_block(wire)) * a2a::scale_bytes(wire);
-  }
+  std::size_t scale_row_bytes() const { return a2a::ceil_div(hidden, a2a::wire_block(wire)) * a2a::scale_bytes(wire); }
   std::size_t part_counts() const { return experts + c->world + 1; }
   std::size_t counts_bytes() const { return parts * part_counts() * sizeof(std::uint32_t); }
   std::uint32_t* counts(std::uint32_t rank) {

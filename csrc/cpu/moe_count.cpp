@@ -184,9 +184,9 @@ int a2a_moe_count(a2a_moe* m, uint32_t request, const void* ids, int ids_bytes, 
   std::memset(mine, 0, m->counts_bytes());
   for (std::uint32_t i = 0, from = 0; i < parts; i++) {
     const std::uint32_t to = m->brought ? from + m->brought[i].tokens : tokens;
-    const bool fine =
-        ids_bytes == 4 ? histogram(*m, static_cast<const std::int32_t*>(ids), from, to, mine + i * each, result)
-                       : histogram(*m, static_cast<const std::int64_t*>(ids), from, to, mine + i * each, result);
+    const bool fine = ids_bytes == 4
+                          ? histogram(*m, static_cast<const std::int32_t*>(ids), from, to, mine + i * each, result)
+                          : histogram(*m, static_cast<const std::int64_t*>(ids), from, to, mine + i * each, result);
     if (!fine) return kInvalid;
     from = to;
   }

@@ -101,8 +101,8 @@ struct Dispatch {
     if (direct && source != c.rank) return;  // its rows are in place already
     const bool raw = brought || m.wire == kNoWire;
     for (std::uint32_t t = 0; t < n; t++) {
-      const std::uint8_t* in = brought ? brought->row(t0 + t, m.row_bytes()) + at * m.element()
-                                       : slot + wire.rows_at + t * wire.stride;
+      const std::uint8_t* in =
+          brought ? brought->row(t0 + t, m.row_bytes()) + at * m.element() : slot + wire.rows_at + t * wire.stride;
       if (out.compact) {
         const std::int64_t row = compact_row[source * wire.cut.tokens_per_unit + t];
         if (row >= 0) put(row, at, columns, in, raw);
@@ -163,7 +163,8 @@ int a2a_moe_dispatch(a2a_moe* moe, const void* x, const void* x_scales, const vo
   for (std::uint32_t i = 0; i < m.my_experts; i++) {
     std::int64_t count = 0;
     for (std::uint32_t n = 0; n < P * m.parts; n++)
-      count += m.counts(n / m.parts)[n % m.parts * m.part_counts() + std::size_t(m.of_rank[m.first[me] + std::int32_t(i)])];
+      count +=
+          m.counts(n / m.parts)[n % m.parts * m.part_counts() + std::size_t(m.of_rank[m.first[me] + std::int32_t(i)])];
     const std::int64_t end = row + m.pad(count);
     if (!rows->compact) {
       const std::int64_t from = row + count < used ? row + count : used, to = end < used ? end : used;

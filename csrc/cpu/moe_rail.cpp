@@ -108,8 +108,8 @@ void a2a_moe_rail_quantize(uint32_t dtype, uint32_t wire, const void* x, uint32_
 void a2a_moe_rail_pairs(const a2a_moe_domains* d, const void* ids, int ids_bytes, const float* weights,
                         const int32_t* list, const uint32_t* masks, uint32_t n, void* out_ids, int out_bytes,
                         float* out_weights) {
-  const auto *narrow = static_cast<const std::int32_t*>(ids);
-  const auto *wide = static_cast<const std::int64_t*>(ids);
+  const auto* narrow = static_cast<const std::int32_t*>(ids);
+  const auto* wide = static_cast<const std::int64_t*>(ids);
   auto* out16 = static_cast<std::uint16_t*>(out_ids);
   auto* out32 = static_cast<std::uint32_t*>(out_ids);
   if (ids_bytes == 4 && out_bytes == 2) pack_pairs(narrow, weights, list, masks, n, *d, out16, out_weights);
