@@ -26,4 +26,4 @@ def candidates() -> tuple[Algorithm, ...]:
 
 
 def _is(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Algorithm) and bool(getattr(value, "name", "")) and not getattr(value, "__abstractmethods__", None)
+    return isinstance(value, type) and issubclass(value, Algorithm) and bool(getattr(value, "name", ""))

@@ -24,9 +24,8 @@ from a2a.algorithms.moe_base import MoeSpec, Sources
 from a2a.errors import MismatchError
 
 if TYPE_CHECKING:
-    from a2a.domains import Domains
+    from a2a.domains import Domains, RailWork
     from a2a.topology import Topology
-    from a2a.transport.rail import RailWork
 
 HEAD_BYTES = 256
 _TEXT_BYTES = 200
