@@ -154,9 +154,9 @@ class Step:
     def answer(self) -> Answer:
         """Every tensor of the step, without rows past the end."""
         routing, end = self.routing, self.end
-        used = self.routing.row_index_R[self.valid_R].tolist() if self.compact else range(end)
+        tokens = int(routing.row_index_R[self.valid_R].max()) + 1 if self.compact and bool(self.valid_R.any()) else 0
         answer = {
-            "rows": self.rows.detach()[: max(used, default=-1) + 1],
+            "rows": self.rows.detach()[: tokens if self.compact else end],
             "rows_per_expert": self.rows_per_expert,
             "offsets_E": routing.offsets_E,
             "row_weights_R": torch.where(self.valid_R, routing.row_weights_R.detach(), 0.0)[:end],
