@@ -117,6 +117,31 @@ def test_dispatched_rows_are_those_of_one_domain(world: Any, options: dict[str, 
         assert_answers(world.run(dispatch_alone, case=case, domains=domains), alone)
 
 
+def without_weights_on_odd_ranks(case: Case, domains: Domains | None) -> Answer:
+    """Also with ids of 32 bits."""
+    topology = None if domains is None else topology_of(domains)
+    with a2a.communicator(topology=topology) as comm, contextlib.closing(case.expert_parallel(comm=comm)) as ep:
+        (x_TH, ids_TK, weights_TK), _ = case.inputs(dist.get_rank())
+        rows, _, routing = ep.dispatch(x_TH, ids_TK.int(), None if dist.get_rank() % 2 else weights_TK)
+        end = int(routing.offsets_E[-1])
+    return {"rows": rows[:end], "weights": routing.row_weights_R[:end], "token": routing.row_token_R[:end]}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("options", [{}, {"max_rows": 300}], ids=str)
+def test_ranks_may_give_weights_or_none(world: Any, options: dict[str, Any]) -> None:
+    case = with_options(Case(tokens=(20, 31, 0, 17), num_experts=8), **options)
+    alone = world.run(without_weights_on_odd_ranks, case=case, domains=None)
+    for domains in OVER_FOUR:
+        assert_answers(world.run(without_weights_on_odd_ranks, case=case, domains=domains), alone)
+
+
+@pytest.mark.ranks(2)
+def test_experts_that_16_bits_do_not_number(world: Any) -> None:
+    domains = ((0,), (1,))
+    assert_steps_in_domains(world, [Case(num_experts=140_000, top_k=4, hidden=8, tokens=(30, 20), domains=domains)])
+
+
 def combine_alone(case: Case, domains: Domains | None) -> Tensor:
     topology = None if domains is None else topology_of(domains)
     with a2a.communicator(topology=topology) as comm, contextlib.closing(case.expert_parallel(comm=comm)) as ep:

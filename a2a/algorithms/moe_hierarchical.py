@@ -341,7 +341,12 @@ class HierarchicalExchange(MoeExchange):
 
         def call() -> None:
             with self._domains.guarded(op):
-                result.append(work())
+                try:
+                    result.append(work())
+                except Exception as error:  # such as no memory: others wait for this rank
+                    if not isinstance(error, A2AError):
+                        self._domains.fail(error, op)
+                    raise
 
         self._domains.lane.run(call)
         return result[0]
