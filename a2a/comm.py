@@ -231,7 +231,8 @@ class Communicator:
 
     def broken(self) -> None:
         """An operation across domains has failed: `ok` tells it."""
-        self.ok.fill_(0)
+        if not self._closed:
+            self.ok.fill_(0)
 
     def require_transport(self, op: str) -> Any:
         self.check_open(op)
