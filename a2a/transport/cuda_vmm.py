@@ -39,6 +39,7 @@ from a2a.transport.fd_link import FdLink
 _CONTROL_BYTES = 128 << 10
 _STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20  # of all-to-alls
 _REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK = 144 << 20, 36 << 20  # of reductions and all-gathers
+_NORM_BYTES, _NORM_BYTES_A_RANK = 128 << 20, 32 << 20  # of all-reduces with a norm
 _OK_AT, _CLOSED_AT = 8, 16  # in the control block
 _LATE_AT = _CLOSED_AT + 8 * 1024 + 4 * 32  # behind `closed` and `epoch`; three words a rank
 _HEADERS_AT, _HEADER_WORDS = _LATE_AT + 24 * 1024, 8  # two a rank
@@ -228,9 +229,12 @@ class CudaVmm(Transport):
         self._ok.fill_(1)
         size = min(_STAGING_BYTES, _STAGING_BYTES_A_RANK * self.world_size)
         more = self.reduction_bytes(self.world_size)
-        both = self.alloc(size + more, "staging")
-        self.staging = SymmetricBuffer(both.address, both.pointer, size)
-        self.reduction_staging = SymmetricBuffer(both.address + size, both.pointer + size, more)
+        norms = min(_NORM_BYTES, _NORM_BYTES_A_RANK * self.world_size)
+        all_of_them = self.alloc(size + more + norms, "staging")
+        address, pointer = all_of_them.address, all_of_them.pointer
+        self.staging = SymmetricBuffer(address, pointer, size)
+        self.reduction_staging = SymmetricBuffer(address + size, pointer + size, more)
+        self.norm_staging = SymmetricBuffer(address + size + more, pointer + size + more, norms)
         torch.cuda.synchronize(self.device)
         self._agree("ready", "")
 
