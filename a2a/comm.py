@@ -54,6 +54,7 @@ class Communicator:
         timeout_s: how long a rank waits for a peer.
         device: where the tensors are that it serves; `device_type` is its kind.
         group: the ProcessGroup that it stands for, or None.
+        deterministic: whether sums are taken in rank order wherever a2a takes them.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Communicator:
         group: Any = None,
         device: Any = "cpu",
         refused: str = "",
+        deterministic: bool = True,
     ) -> None:
+        self.deterministic = deterministic
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.device = torch.empty(0, device=device).device  # with its index, where there is one
         self.device_type = self.device.type
@@ -268,7 +271,11 @@ def _close_all() -> None:
 
 
 def communicator(
-    group: Any = None, topology: Topology | None = None, timeout: Any = None, device: Any = "cpu"
+    group: Any = None,
+    topology: Topology | None = None,
+    timeout: Any = None,
+    device: Any = "cpu",
+    deterministic: bool = True,
 ) -> Communicator:
     """Make a new communicator for `group`. Collective over the group; close it, or use it as a context manager.
 
@@ -279,14 +286,18 @@ def communicator(
         topology: instead of what A2A_TOPOLOGY names or detection finds; of the group's ranks.
         timeout: seconds or a timedelta that a rank waits for a peer; default: A2A_TIMEOUT_S, else the group's own.
         device: where its tensors are: "cpu", "cuda" (the current one) or a torch.device.
+        deterministic: False: sums may be taken in another order than that of ranks where that is faster, which only an
+            NVLink switch does. Equal on all ranks.
     Raises:
         PeerTimeoutError: a rank of the group did not come; names it.
         UnsupportedError: this machine refuses what the transport needs; says what.
     """
-    return _made(_resolve_group(group, "communicator"), topology, timeout, device)
+    return _made(_resolve_group(group, "communicator"), topology, timeout, device, deterministic=deterministic)
 
 
-def _made(group: Any, topology: Topology | None, timeout: Any, device: Any, refused: str = "") -> Communicator:
+def _made(
+    group: Any, topology: Topology | None, timeout: Any, device: Any, refused: str = "", deterministic: bool = True
+) -> Communicator:
     if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a2a: a communicator can't be made while a CUDA graph is captured, as memory is shared and the GPU waited for; "
@@ -300,7 +311,7 @@ def _made(group: Any, topology: Topology | None, timeout: Any, device: Any, refu
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     exchange = _group_exchange(group, f"a2a/{serial}", rank, world_size, limit)
     return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group, device=device,
-                        refused=refused)  # fmt: skip
+                        refused=refused, deterministic=deterministic)  # fmt: skip
 
 
 def implicit(group: Any, op: str = "a2a", device_type: str = "cpu", device: Any = None) -> Communicator:
