@@ -52,7 +52,7 @@ def replacements(layer: Layer) -> tuple[Replacement, ...]:
 def set_up(layer: Layer) -> dict[str, int]:
     """Have a2a/algorithms/moe_push.py run on the machine, cut as this layer says. Returns its kernels' defines."""
     m: Any = moe_push
-    m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), layer.team, layer.senders, (64, 128)
+    m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), layer.team, layer.senders, (64, 64, 128)
     m._SUM_DEEP, m._SUM_THREADS, m._DOT_DEEP, m._DOT_THREADS = 1, 64, 2, 64
     spec, world = layer.spec(), layer.world_size
     m._CHUNK_BYTES = max(1, spec.max_tokens * spec.row_bytes // layer.chunks)

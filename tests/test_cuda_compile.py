@@ -23,20 +23,12 @@ MOE = {
 }  # fmt: skip
 MOES = [
     MOE,
-    MOE
-    | {
-        "WORLD": 72,
-        "TOP_K": 32,
-        "SPOTS": 32,
-        "SUM_DEEP": 1,
-        "HIDDEN": 1204,
-        "DTYPE": 0,
-        "WIRE": 2,
-        "CHUNKS": 1,
+    MOE | {
+        "WORLD": 72, "TOP_K": 32, "SPOTS": 32, "SUM_DEEP": 1, "HIDDEN": 1204, "DTYPE": 0, "WIRE": 2, "CHUNKS": 1,
         "COMPACT": 1,
     },
     MOE | {"WORLD": 8, "HIDDEN": 2880, "DTYPE": 2, "WIRE": 1, "ROWS_WIRE": 1, "DROP": 1, "WIDE_SUMS": 1},
-]
+]  # fmt: skip
 REDUCTION = {"WORLD": 2, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "COLLECTIVE": 0, "TWO_SHOT": 0}
 # bfloat16 sums; a reduce-scatter of float64 averages; two shots of int8 maxima; an all-gather of bytes.
 REDUCTIONS = [
@@ -61,6 +53,7 @@ NORMS = [
     NORM | {"DTYPE": 1, "HIDDEN": 2880, "WORLD": 72, "TWO_SHOT": 1},
 ]
 DEFINES = {
+    "all_to_all_copy": [{"WORLD": world} for world in (1, 8, 72)],
     **{f"moe_push_{part}": MOES for part in ("send", "expand", "dots", "sum")},
     **{f"reduce_{part}": REDUCTIONS for part in ("flags", "shares")},
     **{f"norm_{part}": NORMS for part in ("flags", "rows")},

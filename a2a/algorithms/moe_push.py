@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from a2a.comm import Communicator
 
 _TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 128  # the kernels' own constants
-_TILE_BYTES = 2 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
+_TILE_BYTES = 1 << 10, 2 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
+_FEW_TOKENS = 256
 _TILER_BYTES = 112 << 10  # of a block's tiles
 _SUM_DEEP, _SUM_BYTES = 4, 72 << 10  # vectors of a lane in a piece that a summing warp takes, at most; a block's pieces
 _SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
@@ -180,7 +181,7 @@ class PushExchange(MoeExchange):
         self._asks = spec.asks()
         self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)
         self._tickets = itertools.count(1)
-        self._events = [_event(self._lib) for _ in range(g.chunks + 3)]
+        self._events = [cuda.event() for _ in range(g.chunks + 3)]
         self._sequences: dict[Any, tuple[Any, int]] = {}
         self._closed = False
         torch.cuda.synchronize(device)  # the workspace and homes are there before any stream uses them
@@ -189,7 +190,7 @@ class PushExchange(MoeExchange):
 
     def _load(self, planner_bytes: int) -> None:
         spec, g, place = self._spec, self._geometry, self._transport.place
-        tile_bytes = _TILE_BYTES[0] if g.chunks == 1 else _TILE_BYTES[1]
+        tile_bytes = _TILE_BYTES[(g.chunks > 1) + (spec.max_tokens > _FEW_TOKENS)]
         defines = {
             "WORLD": self._comm.world_size, "TOP_K": spec.top_k, "HIDDEN": spec.hidden, "DTYPE": DTYPE_CODE[spec.dtype],
             "WIRE": WIRE_CODE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
@@ -233,10 +234,11 @@ class PushExchange(MoeExchange):
 
     def _add(self, module: Any, name: str, params: Any, grid: int, block: int, shared_bytes: int = 0) -> None:
         place, values = self._transport.place, params()
+        behind = not name.startswith(("send", "sum", "refuse"))
         call = cuda.Call(
             function=module.function(f"moe_push_{name}", shared_bytes), context=place.context, failure=place.host,
             params=ctypes.addressof(values), params_bytes=ctypes.sizeof(values), grid=grid, block=block,
-            shared_bytes=shared_bytes, programmatic=int(self._geometry.chunks == 1 and not name.startswith(("send", "sum", "refuse"))),
+            shared_bytes=shared_bytes, programmatic=int(self._geometry.chunks == 1 and behind),
         )  # fmt: skip
         self._calls[name] = (call, values)
 
@@ -437,7 +439,9 @@ class PushExchange(MoeExchange):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grad_TH, rows_RH = _aligned(grad_TH), None if rows_RH is None else _aligned(rows_RH)
         num_tokens, num_rows, device = grad_TH.shape[0], origins.row_rank_R.shape[0], self._comm.device
-        expand = "gradient_dots" if rows_RH is not None else "expand_gradient" + ("" if weights_R is None else "_weighted")
+        expand = (
+            "gradient_dots" if rows_RH is not None else "expand_gradient" + ("" if weights_R is None else "_weighted")
+        )
         grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype, device=device)
         make = torch.zeros if rows_RH is None else torch.empty
         grad_weights = make(num_rows, dtype=torch.float32, device=device)
@@ -482,13 +486,6 @@ class PushExchange(MoeExchange):
             self._transport.outlive(self._workspace, self._homes)
             for event in self._events:
                 self._lib.a2a_cuda_event_free(event)
-
-
-def _event(library: Any) -> int:
-    event = c_void_p()
-    cuda.check(library.a2a_cuda_event(ctypes.byref(event)), "cuEventCreate")
-    assert event.value is not None
-    return event.value
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:

@@ -187,12 +187,13 @@ typedef struct {                                 // a launch, prepared: a foreig
 A2A_API int a2a_cuda_launch(const a2a_cuda_call*, void* stream, uint64_t first,
                             uint64_t second);  // -1: *failure is set
 
-// Several launches, on several streams: what one collective of more than one kernel is.
-enum { A2A_CUDA_LAUNCH = 0, A2A_CUDA_RECORD = 1, A2A_CUDA_WAIT = 2 };
+// Several launches and copies, on several streams: what one collective of more than one kernel is.
+enum { A2A_CUDA_LAUNCH = 0, A2A_CUDA_RECORD = 1, A2A_CUDA_WAIT = 2, A2A_CUDA_COPY = 3 };
 typedef struct {
   uint32_t kind, stream;                     // which of `streams`
-  void* what;                                // a2a_cuda_call, or an event
-  uint32_t patch_at, patch_words, patch[6];  // words that replace the parameters' from that byte on
+  void* what;                                // a2a_cuda_call, or an event; a copy: where to
+  uint32_t patch_at, patch_words, patch[6];  // words that replace the parameters' from that byte on; a copy: two 64-bit
+                                             // words, where from and how many bytes
 } a2a_cuda_step;
 A2A_API int a2a_cuda_run(const a2a_cuda_step* steps, uint32_t count, void* const* streams);
 A2A_API int a2a_cuda_event(void** event);
