@@ -23,11 +23,11 @@ LAYERS = (
     ("topology",),
     ("kernels",),
     ("transport",),
-    ("comm", "work"),
+    ("cost_cache", "comm", "work"),
     ("algorithms",),
     ("plan",),
     ("ops", "reductions", "moe_ops", "moe", "gradients"),
-    ("clocks", "measure", "simulate"),
+    ("clocks", "measure", "primitives", "calibrate", "calibrate_cuda", "simulate"),
     ("integrations",),
     ("cli", "__main__"),
 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from a2a.algorithms.base import Algorithm, AllToAll, Cost, Request
+from a2a.algorithms.base import Algorithm, AllToAll, Cost, Part, Request
 from a2a.work import Aside, Work
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ class Baseline(Algorithm):
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
         return "this communicator was made without a process group" if comm.group is None else None
 
+    def engine_cost(self, request: Request, comm: Communicator, remote: int) -> Cost:
+        """What the engine takes: as measured in one domain, and by the link between domains across them."""
+        # Sockets or rings of the engine: at least one more copy at each end than a direct store.
+        copied = request.num_bytes + 3 * remote
+        if not comm.topology.is_single_domain:
+            return Cost(steps=8, scale_out_bytes=remote, copied_bytes=copied)
+        return Cost(steps=8, copied_bytes=copied, parts=(Part(f"c10d_{self.op}", max(1, request.num_bytes)),))
+
     def count(self, comm: Communicator, op: str) -> None:
         """Note that the engine has made a call."""
         comm.handed_over[op] = comm.handed_over.get(op, 0) + 1
@@ -66,9 +74,7 @@ class AllToAllC10d(Baseline, AllToAll):
     name: ClassVar[str] = "c10d"
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
-        remote = request.num_bytes * (comm.world_size - 1) // comm.world_size
-        # Sockets or rings of the engine: at least one more copy at each end than a direct store.
-        return Cost(steps=8, scale_out_bytes=remote, copied_bytes=request.num_bytes + 3 * remote)
+        return self.engine_cost(request, comm, request.num_bytes * (comm.world_size - 1) // comm.world_size)
 
     def register(self, comm: Communicator, agree: str, row_bytes: int, text: str) -> int:
         return 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.moe_base import (
     DTYPE_CODE,
     SCALE_DTYPE,
@@ -50,7 +50,8 @@ class MoeStaged(Moe):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         rows, distinct = routed_bytes(request, comm)
-        return Cost(steps=2, scale_up_bytes=distinct, copied_bytes=rows + request.num_bytes)
+        parts = (Part("call"), Part("signal"), Part("gather", distinct), Part("stream", rows))
+        return Cost(steps=2, scale_up_bytes=distinct, copied_bytes=rows + request.num_bytes, parts=parts)
 
     def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
         return SharedMemoryExchange(comm, spec)

@@ -132,6 +132,8 @@ struct TwoShot {
     const std::uint32_t u = reduced++;
     const std::size_t bytes = shares.unit_bytes(me, u), at = u * shares.unit;
     std::uint8_t* mine = out + out_at(me) + at;
+    // Readers wait for the result, this rank does not: it goes to them first, and into the own output from the cache.
+    std::uint8_t* first = readers ? ring.slot() : mine;
     if (mutant(kEarlyPublish) && readers) ring.publish();
     if (reduces) {
       for (std::uint32_t p = 0; p < P; p++) {
@@ -143,7 +145,7 @@ struct TwoShot {
           terms[p] = c.ring(me, p, word(Geometry::kConsumed, p, me).load(std::memory_order_relaxed));
       }
       if (mutant(kEarlyConsume)) consume();
-      simd().reduce(call.dtype, call.reduce, mine, terms, P, bytes / dtype_bytes(call.dtype));
+      simd().reduce(call.dtype, call.reduce, first, terms, P, bytes / dtype_bytes(call.dtype), stream && !gathers);
       if (any_readable) {
         // A peer that has failed may have gone on and changed what was being read. It records the failure before it does.
         std::atomic_thread_fence(std::memory_order_acquire);
@@ -153,21 +155,19 @@ struct TwoShot {
         }
       }
       if (!mutant(kEarlyConsume)) consume();
-    } else {
-      copy(mine, in + at, bytes, stream && mine != in + at);
+    } else if (readers) {
+      std::memcpy(first, in + at, bytes);
     }
-    if (readers) {
-      std::memcpy(slot(), mine, bytes);
-      if (!mutant(kEarlyPublish)) ring.publish();
-    }
+    if (readers && !mutant(kEarlyPublish)) ring.publish();
+    const std::uint8_t* result = reduces ? first : in + at;
     for (std::uint32_t i = 1; i < P; i++) {
       Peer& s = peers[(me + i) % P];
       if (!s.writable) continue;
-      copy(s.out + out_at(me) + at, mine, bytes, stream);
+      copy(s.out + out_at(me) + at, result, bytes, stream);
       c.bytes_pushed += bytes;
     }
+    copy(mine, result, bytes, stream && mine != result);
   }
-  std::uint8_t* slot() { return mutant(kEarlyPublish) ? c.publication(me, c.published(me).load() - 1) : ring.slot(); }
   void consume() {
     for (std::uint32_t i = 1; i < P; i++) {
       const std::uint32_t p = (me + i) % P;
