@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from a2a.comm import Communicator
 
 KIB, MIB = 1 << 10, 1 << 20
-# As in csrc/cpu: kReadMost, kPastCache, kBounce; a context's stream_bytes; kLeastUnit, kPage, and the slots of a ring.
+# As in csrc/cpu: kReadMost, kPastCache, kBounce; a context's stream_bytes; kPage, and the slots of a ring; of a two-shot.
 READ_MOST, PAST_CACHE, BOUNCE = 4 * MIB, 2 * MIB, 256 * KIB
-STREAM_FROM, LEAST_UNIT, PAGE, SLOTS = MIB, 16 * KIB, 4 * KIB, 4
+STREAM_FROM, PAGE, SLOTS = MIB, 4 * KIB, 4
+LEAST_UNIT, HAND_UNIT = 16 * KIB, 32 * KIB
 COPY, STREAM, FETCH, READ, READ_STREAM, SUM, SUM_STREAM = range(7)  # A2A_STEP_*
 FLOAT32 = DTYPES[torch.float32]
 
@@ -75,6 +76,7 @@ class Bench:
         transport = comm.require_transport("calibrate")
         self.reads = not transport.why_no_reads
         self.slot: int = -(-transport.staging_bytes // SLOTS // PAGE) * PAGE
+        self._cores: int = transport.cores
         self.eager = min(self.slot // 8, 16 * KIB)
         tensor = most + -(-most // len(self.peers)) + PAGE  # what comes from others, and the own piece
         self.source, self.output = (torch.zeros(tensor, dtype=torch.uint8) for _ in range(2))
@@ -125,13 +127,14 @@ class Bench:
     def _index(self, peer: int) -> int:
         return len(self.peers) if peer == self.rank else self.peers.index(peer)
 
-    def streams(self, piece: int) -> bool:
+    def streams(self, piece: int, least: int = STREAM_FROM) -> bool:
         """Whether a collective of such pieces goes past the caches."""
-        return piece * self.world_size >= STREAM_FROM
+        return piece * self.world_size >= least
 
     def unit(self, share: int) -> int:
         """What a two-shot moves at once."""
-        return min(max(-(-share // 4 // PAGE) * PAGE, LEAST_UNIT), self.slot)
+        most = min(HAND_UNIT, self.slot) if self.world_size <= self._cores else self.slot
+        return min(max(-(-share // 4 // PAGE) * PAGE, LEAST_UNIT), most)
 
     def runner(self, program: Program, times: int) -> Callable[[], int]:
         """What runs a program so many times; returns 0 or an error."""
@@ -208,7 +211,7 @@ def stage(bench: Bench, piece: int) -> Program | None:
 
 def gather(bench: Bench, piece: int) -> Program | None:
     """A rank's share is published in its ring, from where all take it."""
-    unit, kind = bench.unit(piece), STREAM if bench.streams(piece) else COPY
+    unit, kind = bench.unit(piece), STREAM if bench.streams(piece, 2 * STREAM_FROM) else COPY
     steps = [Step(COPY, bench.published(bench.rank), (bench.mine(piece, bench.rank),))]
     steps += [Step(kind, bench.theirs(piece, peer), (bench.published(peer),)) for peer in bench.peers]
     return Program(tuple(steps), piece, min(piece, unit))
@@ -227,38 +230,37 @@ def one_shot(bench: Bench, piece: int) -> Program | None:
 
 def reduce_staged(bench: Bench, piece: int) -> Program | None:
     """A rank's share of all inputs comes through rings and is summed."""
-    kind = SUM_STREAM if bench.streams(piece) else SUM
+    kind = SUM_STREAM if bench.streams(piece, 2 * STREAM_FROM) else SUM
     total = Step(kind, bench.theirs(piece, bench.rank), _terms(bench, piece, _rings(bench)))
-    return Program((*_send(bench, piece), total), piece, bench.unit(piece))
+    sent = _send(bench, piece, FETCH if kind == SUM_STREAM else COPY)
+    return Program((*sent, total), piece, bench.unit(piece))
 
 
 def reduce_loaded(bench: Bench, piece: int) -> Program | None:
     """A rank's share of all inputs is summed where it lies, in peers' symmetric tensors."""
-    kind = SUM_STREAM if bench.streams(piece) else SUM
+    kind = SUM_STREAM if bench.streams(piece, 2 * STREAM_FROM) else SUM
     total = Step(kind, bench.theirs(piece, bench.rank), _terms(bench, piece, _inputs(bench, piece)))
     return Program((total,), piece, bench.unit(piece))
 
 
 def reduce_gather(bench: Bench, piece: int) -> Program | None:
     """The whole of a two-shot all-reduce: the sum of what came through rings is published, and all take it. In place."""
-    out = STREAM if bench.streams(piece) else COPY
     own, mine = bench.published(bench.rank), bench.mine(piece, bench.rank)
-    steps = [Step(SUM, own, _terms(bench, piece, _rings(bench))), Step(out, mine, (own,))]
-    steps += [Step(out, bench.mine(piece, peer), (bench.published(peer),)) for peer in bench.peers]
-    return Program((*_send(bench, piece), *steps), piece, bench.unit(piece))
+    steps = [Step(SUM, own, _terms(bench, piece, _rings(bench))), Step(COPY, mine, (own,))]
+    steps += [Step(COPY, bench.mine(piece, peer), (bench.published(peer),)) for peer in bench.peers]
+    return Program((*_send(bench, piece, COPY), *steps), piece, bench.unit(piece))
 
 
 def reduce_push(bench: Bench, piece: int) -> Program | None:
     """The same of symmetric tensors: peers' shares are loaded, and the sum is stored into theirs. In place."""
-    out, inputs = STREAM if bench.streams(piece) else COPY, _inputs(bench, piece)
+    inputs = _inputs(bench, piece)
     inputs[bench.rank] = bench.of(bench.rank, "tensor") + bench.rank * piece
     total = Step(SUM, inputs[bench.rank], tuple(inputs[rank] for rank in range(bench.world_size)))
-    steps = [Step(out, inputs[peer], (inputs[bench.rank],)) for peer in bench.peers]
+    steps = [Step(COPY, inputs[peer], (inputs[bench.rank],)) for peer in bench.peers]
     return Program((total, *steps), piece, bench.unit(piece))
 
 
-def _send(bench: Bench, piece: int) -> list[Step]:
-    kind = FETCH if bench.streams(piece) else COPY
+def _send(bench: Bench, piece: int, kind: int) -> list[Step]:
     return [Step(kind, bench.ring(peer, bench.rank), (bench.mine(piece, peer),)) for peer in bench.peers]
 
 

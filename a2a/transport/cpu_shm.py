@@ -119,7 +119,7 @@ class CpuShm(Transport):
         facts = local_facts()
         mine = json.dumps([staging, facts.to_json()]).encode()
         everyone = [json.loads(p) for p in wiring.exchange("cpu_shm/start", mine)]
-        self.staging_bytes, cores = everyone[0][0], cores_together([HostFacts.from_json(f) for _, f in everyone])
+        self.staging_bytes, self.cores = everyone[0][0], cores_together([HostFacts.from_json(f) for _, f in everyone])
         self._link = FdLink(wiring.exchange, self.rank, self.world_size, self.timeout_s)
         num_bytes: int = self._lib.a2a_control_bytes(self.world_size, self.staging_bytes)
         problem = ""
@@ -140,7 +140,7 @@ class CpuShm(Transport):
             self.world_size,
             self.staging_bytes,
             (c_int * self.world_size)(*pidfds),
-            cores,
+            self.cores,
             -1.0 if spin_us is None else spin_us,
             self.timeout_s,
             self._callback,
