@@ -149,9 +149,9 @@ class Communicator:
         return {**told, "rank": self.rank, "handed_over": dict(self.handed_over)}
 
     def check(self) -> None:
-        """Raise the communicator's first failure, if there was one on any rank. Does not wait."""
+        """Raise the communicator's first failure, if there was one on any rank. Does not wait for calls that still run."""
         self.check_open("check")
-        if self.transport and self.transport.failed():
+        if self.transport and self.transport.told():
             self.transport.raise_failure(cpu.FAILED, "check")
 
     @property

@@ -26,7 +26,7 @@ LAYERS = (
     ("cost_cache", "comm", "work"),
     ("algorithms",),
     ("plan",),
-    ("ops", "reductions", "moe_ops", "moe", "gradients"),
+    ("ops", "reductions", "rms_norm", "moe_ops", "moe", "gradients"),
     ("clocks", "measure", "primitives", "calibrate", "calibrate_cuda", "simulate"),
     ("integrations",),
     ("cli", "__main__"),

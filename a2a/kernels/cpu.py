@@ -20,6 +20,7 @@ from ctypes import (
     Structure,
     c_char_p,
     c_double,
+    c_float,
     c_int,
     c_int32,
     c_int64,
@@ -116,6 +117,12 @@ class Step(Structure):
     )
 
 
+class Norm(Structure):
+    """`a2a_norm`: an all-reduce with a residual add and RMSNorm, prepared."""
+
+    _fields_ = (("reduction", Reduction), ("columns", c_uint32), ("eps", c_float))
+
+
 _P, _U32, _U64, _N = c_void_p, c_uint32, c_uint64, c_size_t
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -152,7 +159,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_all_to_all_again": (c_int, (_P, _P, _P)),
     "a2a_all_to_all": (c_int, (_P, _U32, _P, _P, _P, _P)),
     "a2a_one_shot_bytes": (_N, ()),
+    "a2a_two_shot_row_bytes": (_N, (_P,)),
     "a2a_reduce": (c_int, (_P, _P, _P)),
+    "a2a_reduce_norm": (c_int, (_P, _P, _P, _P, _P, _P)),
     "a2a_submit_reduction": (_P, (_P, _P, _P)),
     "a2a_run_steps": (c_int, (_P, POINTER(Step), _U32, _N, _N, _U32)),
     "a2a_peer_memory": (_P, (_P, _U32, _U64)),

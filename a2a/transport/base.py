@@ -104,7 +104,11 @@ class Transport(ABC):
 
     @abstractmethod
     def failed(self) -> bool:
-        """Whether the first failure has happened, on whichever rank."""
+        """Whether this rank's last call knew of a failure, on whichever rank."""
+
+    def told(self) -> bool:
+        """Whether a failure has happened, known to this rank's calls or not. May take some microseconds."""
+        return self.failed()
 
     @abstractmethod
     def ok_word(self) -> torch.Tensor:
