@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from a2a.config import config
+from a2a.cost_cache import agreed
 from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
 from a2a.kernels import cpu
 from a2a.kernels.prepared import prepared
@@ -50,6 +51,7 @@ class Communicator:
     Attributes:
         rank, world_size: this rank's place in the group, and the number of ranks.
         topology: who shares memory with whom.
+        costs: what primitives take here: measured, where all ranks hold the same table, or built in.
         transport: the shared memory, or None where no transport serves this topology (then `why_no_transport` says why
             and every op runs on torch.distributed).
         timeout_s: how long a rank waits for a peer.
@@ -89,6 +91,7 @@ class Communicator:
                 f"communicator: the topology has {self.topology.world_size} ranks, the group has {world_size}; "
                 f"pass topology.restrict(ranks of the group)"
             )
+        self.costs = agreed(exchange, rank, self.topology)
         self.transport: Transport | None = None
         self.why_no_transport: dict[str, str] = {}
         self._closed = False

@@ -80,11 +80,8 @@ class Request:
                 "--through dist --memory symmetric: tensors from comm.empty belong to one communicator, and a group of "
                 'backend "a2a" has its own; use --memory ordinary'
             )
-        if self.op not in ("all_to_all", "all_to_allv") and "mpi" in self.against:
-            raise ValueError(
-                f"--against mpi: {'the MoE layer' if self.op == 'moe' else self.op} is compared with gloo; all_to_all and "
-                f"all_to_allv are with MPI"
-            )
+        if self.op == "moe" and "mpi" in self.against:
+            raise ValueError("--against mpi: the MoE layer is compared with gloo; the collectives are with MPI")
         others = [name for name in self.against if name not in BASELINES[self.device]]
         if others:
             raise ValueError(
@@ -211,6 +208,7 @@ def _reduction_cells(request: Request, control: Control, here: Site, emit: Emit)
     if here.device.type == "cuda":
         _cuda_reduction_cells(request, control, here, emit)
         return
+    world = mpi_world(control.world_size) if "mpi" in request.against else None
     group = dist.new_group(backend="a2a") if request.through == "dist" else None
     for memory, name, size in itertools.product(request.memories, request.dtypes, request.sizes):
         reduction = reductions.Reduction.of_bytes(request.op, size, parse.dtype(name), control.rank, control.world_size)
@@ -224,6 +222,8 @@ def _reduction_cells(request: Request, control: Control, here: Site, emit: Emit)
                 contenders = [reductions.dist_contender("a2a", reduction, group)]
             if "gloo" in request.against:
                 contenders.append(reductions.dist_contender("gloo", reduction, None))
+            if world is not None:
+                contenders.append(reductions.mpi_contender(reduction, world))
             contenders.append(reductions.memcpy_contender(reduction))
             cell = Cell(
                 op=request.op,
@@ -416,6 +416,7 @@ def _measure(
                 sms=contender.sms,
                 case={
                     **({"part": part} if len(contender.names) > 1 else {}),
+                    **({"predicted_us": contender.predicted_us} if contender.predicted_us is not None else {}),
                     **extra.get((contender.name, part), {}),
                 },
                 baselines=baselines if contender.name == "a2a" else None,
