@@ -105,6 +105,11 @@ def launch(env: Mapping[str, str] | None = None) -> Launch:
     return Launch()
 
 
+def use_network_interface(name: str) -> None:
+    """Have gloo and NCCL connect over this interface in this process; for ranks that are started on a made-up host."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
 def multicast_variables(env: Mapping[str, str] | None = None) -> list[tuple[str, str, bool]]:
     """List (variable, value or "unset", whether it forbids NVLink multicast) for those that can."""
     env = os.environ if env is None else env

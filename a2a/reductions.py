@@ -165,7 +165,7 @@ def _reduction(
         _check_sizes(op, kind, comm, out, inp)
         reduces = "" if kind == "all_gather" else _reduce_name(op, reduce_op, inp)
     except (ValueError, TypeError) as error:
-        _refuse(comm, kind, op, error, async_op)
+        _refuse(comm, kind, op, error, async_op, input)
         raise
     dtype, count = str(inp.dtype).removeprefix("torch."), min(inp.numel(), out.numel())
     detail = (("reduce_op", reduces),) if reduces else ()
@@ -222,9 +222,10 @@ def reduce_op_of(given: Any) -> Any:
     return next((known for known in _NAMES if given == known), given)
 
 
-def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: bool) -> None:
+def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: bool, input: Any) -> None:
     """Tell the peers, whichever algorithm they use: its first signal is the same."""
-    algorithm = _algorithm(comm, Request(kind, torch.float32, 0, (("reduce_op", "sum"),)))
+    num_bytes = input.nbytes if isinstance(input, torch.Tensor) and comm.transport is None else 0
+    algorithm = _algorithm(comm, Request(kind, torch.float32, num_bytes, (("reduce_op", "sum"),)))
     request = algorithm.register(comm, f"{op}|?", f"{op} (refused)")
     algorithm.refuse(comm, request, op, f"{type(error).__name__}: {error}", async_op)
 

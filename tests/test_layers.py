@@ -23,7 +23,7 @@ LAYERS = (
     ("topology",),
     ("kernels",),
     ("transport",),
-    ("comm", "work"),
+    ("comm", "work", "domains"),
     ("algorithms",),
     ("plan",),
     ("ops", "reductions", "moe_ops", "moe", "gradients"),

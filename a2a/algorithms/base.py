@@ -46,6 +46,7 @@ class Cost:
         scale_out_bytes: sent across rails.
         copied_bytes: written to memory in all, staging included.
         sms: that wait or copy, on a GPU.
+        rail_steps: messages between domains that follow one another.
     """
 
     steps: int
@@ -53,14 +54,15 @@ class Cost:
     scale_out_bytes: int = 0
     copied_bytes: int = 0
     sms: int = 0
+    rail_steps: int = 1
 
     def time_us(self, comm: Communicator) -> float:
         """What this would take on the communicator's topology, from its links' latency and bandwidth."""
         up, out = comm.topology.scale_up, comm.topology.scale_out
         time = self.steps * up.latency_us + self.copied_bytes / (up.bandwidth_GBps * 1e3)
-        return time + (
-            out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3) if self.scale_out_bytes else 0
-        )
+        if not self.scale_out_bytes:
+            return time
+        return time + self.rail_steps * out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3)
 
 
 class Algorithm(ABC):

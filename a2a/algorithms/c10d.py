@@ -67,8 +67,12 @@ class AllToAllC10d(Baseline, AllToAll):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         remote = request.num_bytes * (comm.world_size - 1) // comm.world_size
+        crossing = remote
+        if not comm.topology.is_single_domain:
+            smallest = min(len(domain.ranks) for domain in comm.topology.domains)
+            crossing = request.num_bytes * (comm.world_size - smallest) // comm.world_size
         # Sockets or rings of the engine: at least one more copy at each end than a direct store.
-        return Cost(steps=8, scale_out_bytes=remote, copied_bytes=request.num_bytes + 3 * remote)
+        return Cost(steps=8, scale_out_bytes=crossing, copied_bytes=request.num_bytes + 3 * remote)
 
     def register(self, comm: Communicator, agree: str, row_bytes: int, text: str) -> int:
         return 0

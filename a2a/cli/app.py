@@ -79,10 +79,18 @@ def demo(
     top_k: TopK = 4,
     device: Device = None,
     repeat: Repeat = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=2, help="2: an all-reduce of CPU ranks on two made-up hosts instead; needs root.")
+    ] = 1,
 ) -> int:
     """A MoE layer over GPUs or CPU ranks, forward and backward: is it right, and how much faster than NCCL or gloo?"""
     from a2a.cli import demo as command
     from a2a.topology import local_facts
+
+    if hosts == 2:
+        from a2a.cli import demo_hosts
+
+        return demo_hosts.run(demo_hosts.Request(16 << 20, repeat), ranks)
 
     check_top_k(top_k, experts)
     kind = _device(device, ranks)

@@ -157,7 +157,10 @@ def _imagined(given: str) -> Any:
     return SimpleNamespace(
         world_size=topology.world_size,
         topology=topology,
-        group=topology,  # anything but None: ranks of a job have one
+        device_type=device_type,
+        group=topology,  # anything but None: ranks of a job have one, and a store
+        store=topology,
+        why_not=lambda transport, part: not_one_domain(part) or (None if transport in fitting else "for other memory"),
         transport=None if apart else next(iter(fitting), None),
         why_no_transport={transport.name: apart or "" for transport in fitting},
     )

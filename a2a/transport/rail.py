@@ -1,8 +1,8 @@
 """Rails: the ways between domains. Rail i joins one rank of each domain through an engine that exists already.
 
-A rail has three calls, `all_to_all`, `all_gather` and `close`, and two adapters: a process group of torch (gloo for CPU
-tensors, NCCL for CUDA tensors) and mpi4py. A rank's place on a rail is the index of its domain, so what a rail delivers is
-in domain order by itself. `torch_rails` and `mpi_rails` make those of a topology.
+A rail has three calls, `all_to_all`, `all_gather` and `close`, and two adapters: torch's process groups (gloo for CPU tensors,
+NCCL for CUDA tensors), which are here, and mpi4py, in rail_mpi.py. A rank's place on a rail is the index of its domain, so
+what a rail delivers is in domain order by itself. `torch_rails` makes those of a topology.
 
 Decisions:
 
@@ -12,6 +12,8 @@ Decisions:
 * **Messages are numbered.** Each call takes the next number of its rail, the same on all its ranks, so several calls may be
   under way at once as long as all ranks issue them in one order.
 * **Everything crosses as bytes**: engines differ in the dtypes that they take.
+* **Who fails says so before it goes.** Each gloo rail keeps a receive for one last word from each peer, so that ranks which only
+  see a connection close learn whose failure was the first.
 * **Groups of their own**, made of the parent group's store under a prefix: nothing of torch's is registered, no other rank has
   to take part, and a rail that broke takes nothing else with it.
 * A rank of a small domain may be on several rails, each with a group of its own.
@@ -23,7 +25,7 @@ import contextlib
 import datetime
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,12 +35,15 @@ from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
 from a2a.topology import Topology
 
 LEG = "rail"  # what errors call this part of a collective's way
-_MPI_POLL_S = 20e-6
+WORD_BYTES = 1024
+_LAST_TAG = 0x40000000  # of last words; calls count below it
+_LAST_WORD_S = 0.2  # to say it, and to hear it
 
 
-class RailWork:
+class RailWork(ABC):
     """A call of a rail that is under way."""
 
+    @abstractmethod
     def wait(self) -> None:
         """Until the outputs are there and the inputs may change: on a CPU the caller waits, on a GPU its current stream.
 
@@ -114,8 +119,22 @@ class Rail(ABC):
         return self._start("all_gather", receive, [part] * self.size, async_op)
 
     @abstractmethod
-    def close(self) -> None:
-        """Leave the rail. Local and idempotent; peers that still wait for this rank find its connection closed."""
+    def tell(self, word: bytes) -> Callable[[], list[bytes]]:
+        """Send a short word to every domain, of at most WORD_BYTES; the result waits and gives everybody's, by domain.
+
+        A rail whose messages are ordered by a GPU tells nothing, since its host does not wait: the result is empty.
+        """
+
+    @abstractmethod
+    def close(self, last_word: bytes = b"") -> None:
+        """Leave the rail. Local and idempotent; peers that still wait for this rank find its connection closed.
+
+        `last_word`: why, of at most WORD_BYTES, for those who then ask `last_words`, where the engine can carry it.
+        """
+
+    def last_words(self) -> list[bytes]:
+        """What peers have said on leaving. Asked after a call has failed; the rail is of no further use."""
+        return []
 
     @abstractmethod
     def _post(self, op: str, receive: list[torch.Tensor], send: list[torch.Tensor]) -> RailWork:
@@ -144,6 +163,28 @@ class Rail(ABC):
         return PeerTimeoutError(told, rank=me, peer=peer, op=op, cause=cause)
 
 
+def tell_through(rail: Rail, word: bytes) -> Callable[[], list[bytes]]:
+    """`Rail.tell`, over a rail's own all-gather of CPU tensors."""
+    everyone = torch.empty(rail.size * WORD_BYTES, dtype=torch.uint8)
+    work = rail.all_gather(everyone, _padded(word), async_op=True)
+
+    def heard() -> list[bytes]:
+        work.wait()
+        return [_unpadded(part) for part in everyone.split(WORD_BYTES)]
+
+    return heard
+
+
+def _padded(word: bytes) -> torch.Tensor:
+    if len(word) > WORD_BYTES:
+        raise ValueError(f"{LEG}: a word of {len(word)} bytes; at most {WORD_BYTES}")
+    return torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _unpadded(word: torch.Tensor) -> bytes:
+    return word.numpy().tobytes().rstrip(b"\0")
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise ValueError(f"{LEG}: a piece of shape {list(tensor.shape)} is not contiguous; pass tensor.contiguous()")
@@ -165,11 +206,17 @@ class GlooRail(Rail):
         super().__init__(ranks, group.rank(), timeout_s, name)
         self._group = group
         self._calls = 0
+        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._heard = {d: torch.zeros(WORD_BYTES, dtype=torch.uint8) for d in self._others}
+        self._hearing = [(d, group.recv([self._heard[d]], d, _LAST_TAG)) for d in self._others]
+        self._never = group.recv([torch.zeros(1)], self._others[0], _LAST_TAG + 1) if self._others else None
+
+    def tell(self, word: bytes) -> Callable[[], list[bytes]]:
+        return tell_through(self, word)
 
     def _post(self, op: str, receive: list[torch.Tensor], send: list[torch.Tensor]) -> RailWork:
         self._calls += 1
-        tag = self._calls & 0x3FFFFFFF
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        tag, others = self._calls % _LAST_TAG, self._others
         messages: list[tuple[int, Any]] = []
         try:  # receives first: a message that is waited for goes without asking
             messages += [(d, self._group.recv([receive[d]], d, tag)) for d in others if receive[d].numel()]
@@ -178,12 +225,30 @@ class GlooRail(Rail):
             raise self.lost(others[0], op, None, _first_line(error)) from error
         return _GlooWork(self, op, messages, (receive, send))
 
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            group, self._group = self._group, None
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+    def last_words(self) -> list[bytes]:
+        words = []
+        for place, work in self._hearing:
+            if self._heard[place][0]:  # it has come, or is coming; before the connection closed
+                with contextlib.suppress(RuntimeError):
+                    work.wait(datetime.timedelta(seconds=_LAST_WORD_S))
+                    words.append(_unpadded(self._heard[place]))
+        return words
+
+    def close(self, last_word: bytes = b"") -> None:
+        if self.closed:
+            return
+        self.closed = True
+        with contextlib.suppress(RuntimeError):
+            if last_word:
+                padded = _padded(last_word)
+                said = [self._group.send([padded], d, _LAST_TAG) for d in self._others]
+                for work in said:
+                    work.wait(datetime.timedelta(seconds=_LAST_WORD_S))
+        # Its own ways to abort leave connections open as long as anything refers to it, and who waits waiting. A wait that
+        # runs out of time closes them, and wakes whoever waits.
+        with contextlib.suppress(RuntimeError):
+            if self._never is not None:
+                self._never.wait(datetime.timedelta(milliseconds=1))
 
 
 class _GlooWork(RailWork):
@@ -199,6 +264,7 @@ class _GlooWork(RailWork):
             try:
                 work.wait(datetime.timedelta(seconds=left))
             except RuntimeError as error:
+                rail._check_open(self._op)
                 waited = time.monotonic() - self._start
                 late = "imed out" in str(error) or waited >= rail.timeout_s
                 raise rail.lost(place, self._op, waited if late else None, _first_line(error)) from error
@@ -225,12 +291,14 @@ class NcclRail(Rail):
         except RuntimeError as error:
             raise self.lost((self.rank + 1) % self.size, op, None, _first_line(error)) from error
 
-    def close(self) -> None:
+    def tell(self, word: bytes) -> Callable[[], list[bytes]]:
+        return list
+
+    def close(self, last_word: bytes = b"") -> None:
         if not self.closed:
             self.closed = True
-            group, self._group = self._group, None
             with contextlib.suppress(RuntimeError):
-                group.abort()
+                self._group.abort()
 
 
 class _NcclWork(RailWork):
@@ -309,75 +377,8 @@ def _torch_rail(
         ) from error
 
 
-# ---------------------------------------------------------------- MPI
-
-
-class MpiRail(Rail):
-    """Over a communicator of mpi4py; CPU tensors. MPI moves on only inside its calls, so work advances when waited for."""
-
-    engine: ClassVar[str] = "mpi"
-
-    def __init__(self, comm: Any, ranks: Sequence[int], timeout_s: float, name: str = "rail") -> None:
-        """`comm`: whose rank d is `ranks[d]`. The rail owns it."""
-        super().__init__(ranks, comm.Get_rank(), timeout_s, name)
-        if comm.Get_size() != len(ranks):
-            raise UnsupportedError(
-                f"{name}: mpi4py's communicator has {comm.Get_size()} ranks where {len(ranks)} were expected; were the ranks "
-                f"started by the mpiexec of the MPI that mpi4py was built with?"
-            )
-        self._comm = comm
-        self._calls = 0
-
-    def _post(self, op: str, receive: list[torch.Tensor], send: list[torch.Tensor]) -> RailWork:
-        if receive[0].is_cuda:
-            raise UnsupportedError(f"{self.name}: MPI rails carry CPU tensors; CUDA tensors cross by NCCL")
-        self._calls += 1
-        tag = self._calls & 0x7FFF  # the largest tag that every MPI has
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        requests = [(d, self._comm.Irecv(receive[d].numpy(), d, tag)) for d in others if receive[d].numel()]
-        requests += [(d, self._comm.Isend(send[d].numpy(), d, tag)) for d in others if send[d].numel()]
-        return _MpiWork(self, op, requests, (receive, send))
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._comm.Free()
-
-
-class _MpiWork(RailWork):
-    def __init__(self, rail: MpiRail, op: str, requests: list[tuple[int, Any]], keep: object) -> None:
-        self._rail, self._op, self._requests, self._keep = rail, op, requests, keep
-        self._start = time.monotonic()
-
-    def wait(self) -> None:
-        while self._requests:
-            self._requests = [(place, request) for place, request in self._requests if not request.Test()]
-            waited = time.monotonic() - self._start
-            if self._requests and waited > self._rail.timeout_s:
-                raise self._rail.lost(self._requests[0][0], self._op, waited, "")
-            if self._requests:
-                time.sleep(_MPI_POLL_S)
-        self._keep = None
-
-
-def mpi_rails(world: Any, topology: Topology, timeout_s: float) -> dict[int, Rail]:
-    """Make this rank's rails over MPI, by rail index. Collective over the ranks of the topology.
-
-    Args:
-        world: a communicator of mpi4py whose ranks are the topology's.
-        timeout_s: how long a call waits for a peer.
-    """
-    rank, everyone, rails = world.Get_rank(), world.Get_group(), dict[int, Rail]()
-    for index, ranks in enumerate(topology.rails()):
-        if rank in ranks:
-            comm = world.Create_group(everyone.Incl(ranks), index)
-            rails[index] = MpiRail(comm, ranks, timeout_s, f"rail {index}")
-    everyone.Free()
-    return rails
-
-
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "").strip().rstrip(".") or type(error).__name__
 
 
-__all__ = ["LEG", "GlooRail", "MpiRail", "NcclRail", "Rail", "RailWork", "mpi_rails", "torch_rails"]
+__all__ = ["LEG", "WORD_BYTES", "GlooRail", "NcclRail", "Rail", "RailWork", "torch_rails"]
