@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from a2a.comm import _group_exchange, _group_timeout
+from a2a.comm import _group_exchange, _group_timeout, _store_of
 from a2a.config import config
 from a2a.errors import MismatchError, PeerTimeoutError
 
@@ -75,7 +75,7 @@ def agree(group: Any, named: Named, settings: str, problem: Exception | None) ->
         return
     limit = config().timeout_s or _group_timeout(group, "cpu")
     prefix = f"a2a/gradients/agree/{next(_serials.setdefault(group, itertools.count()))}"
-    exchange = _group_exchange(group, prefix, rank, size, limit)
+    exchange = _group_exchange(group, _store_of(group), prefix, rank, size, limit)
     lines = [settings, *(f"{name} {_shape(param)}" for name, param in named)]
     mine = "\n".join(lines).encode()
     first = _REFUSED + str(problem).encode() if problem else hashlib.sha256(mine).digest()

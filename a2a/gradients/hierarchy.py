@@ -29,9 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from a2a.comm import Communicator, _group_timeout, implicit, store_exchange
+from a2a.comm import Communicator, _group_timeout, _store_of, implicit, store_exchange
 from a2a.config import config
 from a2a.errors import A2AError, MismatchError, PeerTimeoutError, UnsupportedError
 from a2a.gradients.layout import Layout
@@ -82,6 +81,11 @@ class Hierarchy:
     def _open(self, topology: Topology) -> None:
         prefix = f"a2a/gradients/{next(_serials.setdefault(self.group, itertools.count()))}"
         self._store, self._failure_key = _store_of(self.group), f"{prefix}/failure"
+        if self._store is None:
+            raise UnsupportedError(
+                "GradientReducer: the group has no key-value store through which its ranks could meet; use a group of "
+                "torch.distributed.init_process_group or new_group"
+            )
         ranks = topology.domain_of(self.rank).ranks
         if len(ranks) > 1:
             self._engine = _engine(self.group, ranks, self.device)
@@ -89,7 +93,7 @@ class Hierarchy:
                 where = f"{prefix}/{self.layout.domain}/{leg}"
                 place, size = self.layout.place, len(ranks)
                 self._comms[leg] = Communicator(
-                    store_exchange(self._store, place, size, self._timeout_s, where),
+                    store_exchange(self._store, place, size, self._timeout_s, where, names=ranks),
                     place,
                     size,
                     topology=topology.restrict(ranks),
@@ -196,15 +200,3 @@ def _engine(group: Any, ranks: tuple[int, ...], device: torch.device) -> Any:
         return None
     everyone = dist.get_process_group_ranks(group)
     return dist.new_group([everyone[rank] for rank in ranks], use_local_synchronization=True, backend="nccl")
-
-
-def _store_of(group: Any) -> Any:
-    store = getattr(group, "_a2a_store", None)
-    if store is None and group in c10d._world.pg_map:
-        store = c10d._world.pg_map[group][1]
-    if store is None:
-        raise UnsupportedError(
-            "GradientReducer: the group has no key-value store through which its ranks could meet; use a group of "
-            "torch.distributed.init_process_group or new_group"
-        )
-    return store
