@@ -146,14 +146,14 @@ class Domains:
         """To other domains so far."""
         return sum(rail.bytes_sent for rail in self.rails.values())
 
-    def scratch(self, what: str, num_bytes: int) -> torch.Tensor:
-        """Memory for the length of a call, as bytes; of a CPU it is kept for the next call, as new pages are dear."""
+    def scratch(self, what: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Flat memory for the length of a call; of a CPU it is kept for the next call, as new pages are dear."""
         if self.device.type != "cpu":  # torch's allocator keeps it, in the order of streams
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        known = self._scratch.get(what)
+            return torch.empty(count, dtype=dtype, device=self.device)
+        known, num_bytes = self._scratch.get(what), count * dtype.itemsize
         if known is None or known.numel() < num_bytes:
             known = self._scratch[what] = torch.empty(num_bytes, dtype=torch.uint8)
-        return known[:num_bytes]
+        return known[:num_bytes].view(dtype)
 
     # ---- what is asked for
 

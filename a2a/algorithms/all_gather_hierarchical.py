@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class AllGatherHierarchical(HierarchicalReduction):
     """See the module's docstring."""
 
+    name: ClassVar[str] = "hierarchical"
     op: ClassVar[str] = "all_gather"
     inside: ClassVar[tuple[str, ...]] = ("all_gather",)
 
@@ -70,7 +71,7 @@ class _Chunk:
         nothing = self._input[:0]
         for turn in range(-(-domains.num_rails // size)):
             count = size * domains.count * length
-            region = domains.scratch(f"all_gather {turn} {self._number % 2}", count)
+            region = domains.scratch(f"all_gather {turn} {self._number % 2}", count, torch.uint8)
             self._regions.append(region)
             index = turn * size + self._inside.rank
             rail = domains.rails.get(index)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 class AllReduceHierarchical(HierarchicalReduction):
     """See the module's docstring."""
 
+    name: ClassVar[str] = "hierarchical"
     op: ClassVar[str] = "all_reduce"
     inside: ClassVar[tuple[str, ...]] = ("reduce_scatter", "all_gather")
     rail_steps: ClassVar[int] = 3
@@ -95,9 +96,7 @@ class _Slot:
 
     def __init__(self, domains: Domains, rail: Rail, mine: torch.Tensor, combine: Combine, key: str) -> None:
         self._rail, self._combine, self._pieces = rail, combine, list(mine.view(domains.count, mine.numel() // domains.count))
-        num_bytes = self._pieces[0].nbytes
-        memory = domains.scratch(key, num_bytes * domains.count).view(domains.count, num_bytes).view(mine.dtype)
-        self._come = [*memory]
+        self._come = list(domains.scratch(key, mine.numel(), mine.dtype).view(domains.count, self._pieces[0].numel()))
         self._come[rail.rank] = self._pieces[rail.rank]
         self._whole = mine
         self._work: RailWork = rail.all_to_all(self._come, self._pieces, async_op=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 class AllToAllHierarchical(Across, AllToAll):
     """See the module's docstring."""
 
+    name: ClassVar[str] = "hierarchical"
     device_type: ClassVar[str] = "cpu"
     inside: ClassVar[tuple[str, ...]] = ("all_to_all",)
     rail_steps: ClassVar[int] = 3

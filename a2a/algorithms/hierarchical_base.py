@@ -42,7 +42,6 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp
 class Across(Algorithm):
     """An algorithm for communicators of several domains."""
 
-    name: ClassVar[str] = "hierarchical"
     inside: ClassVar[tuple[str, ...]] = ()  # the ops that it has the domains do
     rail_steps: ClassVar[int] = 2  # messages that follow one another, the agreement among them
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class ReduceScatterHierarchical(HierarchicalReduction):
     """See the module's docstring."""
 
+    name: ClassVar[str] = "hierarchical"
     op: ClassVar[str] = "reduce_scatter"
     inside: ClassVar[tuple[str, ...]] = ("reduce_scatter",)
 
@@ -86,9 +87,7 @@ class _Chunk:
         self._works: list[RailWork] = []
 
     def _memory(self, what: str, count: int) -> torch.Tensor:
-        like = self._output
-        memory = self._domains.scratch(f"reduce_scatter {what} {self._number % 3}", count * like.itemsize)
-        return memory.view(like.dtype)
+        return self._domains.scratch(f"reduce_scatter {what} {self._number % 3}", count, self._output.dtype)
 
     def reduce(self) -> None:
         """Bring the shares into rail order, a round of the domain after the other, and reduce them."""
