@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import a2a
 import moe_reference
-from a2a.gradients.wire import Fp8Wire
+from a2a.gradients.wire import CpuFp8Wire, Fp8Wire
 from gradient_reference import HIERARCHIES, Planted, Reference, topology, values
 from pool import World
 
@@ -52,14 +52,16 @@ def test_the_documented_bits_with_error_feedback(world: World) -> None:
     world.run(follows_it_in_every_hierarchy)
 
 
-def test_fp8_is_the_format_of_expert_parallel() -> None:
+@pytest.mark.parametrize("wire", [CpuFp8Wire(), Fp8Wire()], ids=lambda wire: type(wire).__name__)
+def test_fp8_is_the_format_of_expert_parallel(wire: Fp8Wire) -> None:
+    """By the CPU's kernels, and by torch's functions, which serve GPUs."""
     x = torch.cat([values(1, 1024, F32), torch.zeros(128), torch.full((128,), 1e-44), torch.full((128,), 3e38)])
-    payload = Fp8Wire().empty(x.numel(), x.device)
-    Fp8Wire().encode(payload, x)
+    payload = wire.empty(x.numel(), x.device)
+    wire.encode(payload, x)
     q, scales = moe_reference.quantise(x[None], "fp8")
     same(payload[: x.numel()], q[0].view(torch.uint8))
     same(payload[x.numel() :].view(F32), scales[0])
-    same(Fp8Wire().decode(payload, x.numel()), moe_reference.dequantise(q, scales, "fp8", F32)[0])
+    same(wire.decode(payload, x.numel()), moe_reference.dequantise(q, scales, "fp8", F32)[0])
 
 
 def sends_fewer_bytes() -> list[int]:

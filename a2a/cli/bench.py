@@ -72,7 +72,9 @@ class Request:
 
     @property
     def num_cells(self) -> int:
-        return len(self.dtypes) * (len(self.tokens) if self.op in ("moe", "gradients") else len(self.sizes) * len(self.memories))
+        return len(self.dtypes) * (
+            len(self.tokens) if self.op in ("moe", "gradients") else len(self.sizes) * len(self.memories)
+        )
 
     def check(self) -> None:
         """Raise ValueError for what contradicts itself."""
@@ -102,7 +104,9 @@ class Request:
         if self.hosts > 1 and (self.topology is not None or self.device != "cpu"):
             raise ValueError("--hosts: ranks are on CPUs, and who shares memory is detected; leave --topology out")
         if self.op == "gradients" and (self.graph or self.beside):
-            raise ValueError("bench gradients: steps are eager, beside their own backward pass; no --graph, no --beside")
+            raise ValueError(
+                "bench gradients: steps are eager, beside their own backward pass; no --graph, no --beside"
+            )
         if self.op == "moe" and self.top_k > self.experts:
             raise ValueError(f"--top-k {self.top_k} is more than --experts {self.experts}")
 
@@ -114,6 +118,8 @@ def run(
     from a2a.measure import Line
 
     request.check()
+    if plot is not None and request.op == "gradients":
+        raise ValueError("--plot: there is no drawing of gradients yet")
     mpi = find_mpi() if "mpi" in request.against else None
     lines: list[Line] = []
     with show.json_lines(json_path) as file, show.progress(request.num_cells) as steps:
@@ -135,8 +141,6 @@ def run(
         return 0
     out = show.console(stderr=json_path == "-")
     _show(request.op)(out, lines)
-    if plot is not None and request.op == "gradients":
-        raise ValueError("--plot: there is no drawing of gradients yet")
     if plot is not None:
         from a2a.cli import plots
 
@@ -169,7 +173,12 @@ def work(request: Request, emit: Emit) -> None:
     control = Control()
     from a2a.cli import gradients
 
-    kinds = {"moe": _moe_cells, "gradients": gradients.cells, "all_to_all": _exchange_cells, "all_to_allv": _exchange_cells}
+    kinds = {
+        "moe": _moe_cells,
+        "gradients": gradients.cells,
+        "all_to_all": _exchange_cells,
+        "all_to_allv": _exchange_cells,
+    }
     cells = kinds.get(request.op, _reduction_cells)
     with (
         torch.enable_grad() if request.op in ("moe", "gradients") else torch.no_grad(),

@@ -1,14 +1,15 @@
 """`a2a bench gradients`: a training step's forward and backward pass with and without the reduction of its gradients.
 
-A sample is one whole step of a stack of linear layers with real matrix products, the same on every rank but for its inputs:
+A sample is one whole step of a stack of linear layers with real matrix products, the same on every rank but for its
+inputs:
 
     compute     no gradient is sent
     a2a         a2a.GradientReducer, across domains in the gradients' own dtype; a2a_bf16 and a2a_fp8 by those formats
     gloo, nccl  DistributedDataParallel, whose buckets are as large, with one flat all-reduce each
 
-What a step takes beyond `compute` is what its reduction costs. `alone_us` is the reduction of the same buckets with nothing
-beside it; `exposed_us`, how long it is waited for after the backward pass; `hidden_us`, what is left of `alone_us`;
-`slowdown`, how many times longer the passes take because of what runs beside them.
+What a step takes beyond `compute` is what its reduction costs. `alone_us` is the reduction of the same buckets with
+nothing beside it; `exposed_us`, how long it is waited for after the backward pass; `hidden_us`, what is left of
+`alone_us`; `slowdown`, how many times longer the passes take because of what runs beside them.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _cell(request: Request, case: GradientCase, name: str, control: Control, her
         env=environment(shape, request.command, here.device),
     )
     for step in steps:
-        extra = step.told(of[COMPUTE].p50_us, timings, control)
+        extra = step.told(steps[0], timings)
         baselines = {other: timing for other, timing in of.items() if not other.startswith("a2a")}
         line = cell.line(step.name, of[step.name], algorithm=step.algorithm, case=extra,
                          baselines=baselines if step.name.startswith("a2a") else None)  # fmt: skip
@@ -123,7 +124,7 @@ class _Step:
     def run(self) -> None:
         """One step, but for the optimizer."""
         self.model.zero_grad()
-        self.call(self.x).square().mean().backward()
+        self.call(self.x).square().mean().backward()  # type: ignore[no-untyped-call]
 
     def contender(self) -> Contender:
         return Contender(self.name, self.run, self.check, algorithm=self.algorithm)
@@ -137,7 +138,7 @@ class _Step:
         reduced = [p.grad.detach().clone() for p in self.model.parameters() if p.grad is not None]
         self.model.zero_grad()
         with self.unreduced():
-            self.call(self.x).square().mean().backward()
+            self.call(self.x).square().mean().backward()  # type: ignore[no-untyped-call]
         relative, absolute = _BOUNDS[self.wire] if self.wire else _OWN_BOUNDS.get(self.dtype, _COARSE)
         wrong = 0
         for got, param in zip(reduced, self.model.parameters(), strict=True):
@@ -153,8 +154,8 @@ class _Step:
         """A context in which a step sends nothing."""
         raise NotImplementedError
 
-    def told(self, compute_us: float, timings: Any, control: Control) -> dict[str, Any]:
-        """What goes into `case` of its line."""
+    def told(self, compute: _Step, timings: Any) -> dict[str, Any]:
+        """What goes into `case` of its line; `compute` is a step without reduction. Collective."""
         return {}
 
     def close(self) -> None:
@@ -192,35 +193,38 @@ class _Reduced(_Step):
 
     def alone(self) -> Contender:
         """The reduction of gradients that are there."""
-        return Contender(f"{self.name} alone", self._reduce, self.check)
+        return Contender(f"{self.name} alone", self.reducer.finish, self.check)
 
-    def _reduce(self) -> None:
-        self.reducer.finish()  # of the last backward pass, which has reduced already; so once more
-        self.reducer.finish()
+    def run(self) -> None:
+        super().run()
+        self.reducer.finish()  # does nothing after a backward pass; without one, in `alone`, it reduces
 
     def shape(self) -> str:
         return self.reducer.topology.summary()
 
-    def told(self, compute_us: float, timings: Any, control: Control) -> dict[str, Any]:
-        samples: dict[str, list[float]] = {"exposed_us": [], "bytes_sent": []}
+    def told(self, compute: _Step, timings: Any) -> dict[str, Any]:
+        clock, control = self.here.clock, self.control
+        rows = clock.row(compute.run, 1), clock.row(self.run, 1)
+        samples = []
         for _ in range(EXTRA_STEPS):
-            control.barrier()
+            clock.align()
+            (alone,) = rows[0].time()
             before = self.reducer.stats()["bytes_sent"]
-            self.run()
+            clock.align()
+            (whole,) = rows[1].time()
             stats = self.reducer.stats()
-            samples["exposed_us"].append(stats["exposed_us"])
-            samples["bytes_sent"].append(stats["bytes_sent"] - before)
-        worst = control.maximum([*samples["exposed_us"], *samples["bytes_sent"]])
-        exposed = percentile(worst[:EXTRA_STEPS], 50)
-        alone, whole = timings[f"{self.name} alone"][TOTAL].p50_us, timings[self.name][TOTAL].p50_us
+            samples.append([alone, whole - stats["exposed_us"], stats["exposed_us"], stats["bytes_sent"] - before])
+        worst = control.maximum([value for sample in samples for value in sample])
+        compute_us, passes_us, exposed_us, sent = (percentile(worst[index::4], 50) for index in range(4))
+        alone_us = timings[f"{self.name} alone"][TOTAL].p50_us
         return {
             "wire": self.wire,
             "buckets": len(stats["buckets"]),
-            "bytes_sent": int(max(worst[EXTRA_STEPS:])),
-            "alone_us": round(alone, 1),
-            "exposed_us": round(exposed, 1),
-            "hidden_us": round(max(0.0, alone - exposed), 1),
-            "slowdown": round((whole - exposed) / compute_us, 4),
+            "bytes_sent": int(sent),
+            "alone_us": round(alone_us, 1),
+            "exposed_us": round(exposed_us, 1),
+            "hidden_us": round(max(0.0, alone_us - exposed_us), 1),
+            "slowdown": round(passes_us / compute_us, 4),
         }
 
     def close(self) -> None:
@@ -265,20 +269,30 @@ def show_lines(out: Any, lines: Sequence[Any]) -> None:
                 line.impl,
                 show.us_text(line.p50_us),
                 show.us_text(line.p99_us),
-                show.us_text(None if line.p50_us is None else line.p50_us - compute.p50_us),
+                show.us_text(line.p50_us - compute.p50_us if line.p50_us and compute.p50_us else None),
                 *(show.us_text(case.get(key)) for key in ("alone_us", "hidden_us", "exposed_us")),
                 f"{case['slowdown']:.3f}x" if "slowdown" in case else "-",
                 f"{case['bytes_sent']:,}" if "bytes_sent" in case else "-",
                 "-" if flat is None else f"[bold]{show.ratio_text(line.ratio.get(flat.impl))}[/bold]",
                 f"[bold red]{line.wrong}[/bold red]" if line.wrong else "0",
             ])  # fmt: skip
-        columns = ["", "step us", "p99 us", "beyond compute", "alone us", "hidden us", "exposed us", "passes", "sent across"]
+        columns = [
+            "",
+            "step us",
+            "p99 us",
+            "beyond compute",
+            "alone us",
+            "hidden us",
+            "exposed us",
+            "passes",
+            "sent across",
+        ]
         columns += ["flat / a2a" if flat is None else f"{flat.impl} / a2a", "wrong"]
         case = cell[0].case
         where = f", {case['hosts']} hosts at {case['mbit']:g} Mbit/s" if case["mbit"] else ""
         title = (
-            f"gradients, {cell[0].ranks} ranks{where}, {case['layers']} layers of {case['hidden']}, {case['tokens']} tokens "
-            f"each, {cell[0].dtype}, buckets of {case['bucket_mb']:g} MiB: p50 of the slowest rank"
+            f"gradients, {cell[0].ranks} ranks{where}, {case['layers']} layers of {case['hidden']}, {case['tokens']} "
+            f"tokens each, {cell[0].dtype}, buckets of {case['bucket_mb']:g} MiB: p50 of the slowest rank"
         )
         show.print_table(out, columns, rows, title=title)
     bench_tables.footnotes(out, lines)

@@ -30,12 +30,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from a2a.comm import Communicator, _group_timeout, _store_of, implicit, store_exchange
+from a2a.comm import (
+    Communicator,
+    _gpu_uuid,
+    _group_exchange,
+    _group_timeout,
+    _place_in_job,
+    _store_of,
+    store_exchange,
+)
 from a2a.config import config
 from a2a.errors import A2AError, MismatchError, PeerTimeoutError, UnsupportedError
 from a2a.gradients.layout import Layout
 from a2a.kernels.cpu import Cause
-from a2a.topology import Topology
+from a2a.topology import Topology, resolve
 from a2a.transport.rail import Rail, torch_rails
 
 _MOST_TOLD = 600  # characters of an error that others are told
@@ -58,11 +66,11 @@ class Hierarchy:
         self.rails: dict[str, dict[int, Rail]] = {"rail_reduce": {}, "rail_gather": {}}
         self._comms: dict[str, Communicator] = {}
         self._lock, self._closed, self._pid = threading.Lock(), False, os.getpid()
+        self._timeout_s = 0.0 if group is None else config().timeout_s or _group_timeout(group, device)
         self._store: Any = None
         self._engine: Any = None  # of the domain, which its communicators hold weakly
         if topology is None:
-            alone = self.world_size == 1
-            topology = Topology.detect() if alone else implicit(group, "GradientReducer", device.type, device).topology
+            topology = Topology.detect() if self.world_size == 1 else self._resolved()
         elif topology.world_size != self.world_size:
             raise ValueError(
                 f"GradientReducer: the topology has {topology.world_size} ranks, the group has {self.world_size}; pass "
@@ -71,15 +79,26 @@ class Hierarchy:
         self.topology, self.layout = topology, Layout.of(topology, self.rank)
         if self.world_size == 1:
             return
-        self._timeout_s = config().timeout_s or _group_timeout(group, device)
         try:
             self._open(topology)
         except BaseException:
             self.close()
             raise
 
+    def _resolved(self) -> Topology:
+        """What A2A_TOPOLOGY names or detection finds."""
+        prefix = f"{self._prefix()}/topology"
+        exchange = _group_exchange(
+            self.group, _store_of(self.group), prefix, self.rank, self.world_size, self._timeout_s
+        )
+        place, gpu = _place_in_job(self.group), _gpu_uuid(self.device)
+        return resolve(exchange, self.rank, self.world_size, config().topology, **place, gpu_uuid=gpu)
+
+    def _prefix(self) -> str:
+        return f"a2a/gradients/{next(_serials.setdefault(self.group, itertools.count()))}"
+
     def _open(self, topology: Topology) -> None:
-        prefix = f"a2a/gradients/{next(_serials.setdefault(self.group, itertools.count()))}"
+        prefix = self._prefix()
         self._store, self._failure_key = _store_of(self.group), f"{prefix}/failure"
         if self._store is None:
             raise UnsupportedError(

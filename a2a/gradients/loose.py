@@ -91,7 +91,7 @@ class _Across:
     def __init__(self, ways: Hierarchy, tensor: Tensor, wire_name: str | None) -> None:
         layout = ways.layout
         self._rail, self._ways, self._domains = layout.place, ways, layout.num_domains
-        wire = make_wire(wire_name, tensor.dtype)
+        wire = make_wire(wire_name, tensor.dtype, tensor.device)
         piece = -(-tensor.numel() // (layout.num_domains * wire.unit)) * wire.unit
         self._padded = torch.zeros(piece * layout.num_domains, dtype=tensor.dtype, device=tensor.device)
         self._shard = RailShard(wire, layout, piece, tensor.dtype, tensor.device)

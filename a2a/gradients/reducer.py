@@ -123,7 +123,7 @@ class GradientReducer:
         if group is not None or dist.is_initialized():
             group = _resolve_group(group, "GradientReducer")
         try:
-            make_wire(settings["wire"], torch.float32)
+            make_wire(settings["wire"], torch.float32, device)
         except ValueError as error:
             problem = problem or error
         agree(group, named, ", ".join(f"{name}={value}" for name, value in settings.items()), problem)

@@ -31,7 +31,7 @@ class Tensors:
         """Collective inside the domain. `wire`: its format on the rails."""
         self.ways, self.count, self.dtype, self.average = ways, count, dtype, average
         layout = ways.layout
-        self._wire: Wire = make_wire(wire, dtype) if ways.spans_domains else CastWire(dtype, loses=False)
+        self._wire: Wire = make_wire(wire, dtype, ways.device) if ways.spans_domains else CastWire(dtype, loses=False)
         self._piece = layout.piece(count, self._wire.unit)
         self._shard = self._piece * layout.num_domains
         padded = layout.padded(self._piece)

@@ -15,9 +15,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from a2a.kernels import cpu
+
 FORMATS = (None, "bf16", "fp8")
 BLOCK = 128
 _E4M3_MAX = 448.0
+_FLOAT32, _FP8 = 0, 1  # Dtype and Wire in csrc/cpu/simd.h
 _UNIT_BYTES = 64  # what pieces are a multiple of: a cache line
 
 
@@ -27,7 +30,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Wire(ABC):
-    """A format for tensors of one dtype.
+    """A format for tensors of one dtype; one object serves one tensor at a time.
 
     Attributes:
         loses: whether a payload can differ from what it was made of.
@@ -47,7 +50,7 @@ class Wire(ABC):
 
     @abstractmethod
     def decode(self, payload: Tensor, count: int) -> Tensor:
-        """The `count` elements of a payload; to be read only."""
+        """The `count` elements of a payload; only to be read, and before the next call."""
 
 
 class CastWire(Wire):
@@ -87,8 +90,27 @@ class Fp8Wire(Wire):
         return elements.view(-1, BLOCK).mul_(scales.view(-1, 1)).view(-1)
 
 
-def make_wire(name: str | None, dtype: torch.dtype) -> Wire:
-    """The format called `name` for gradients of `dtype`.
+class CpuFp8Wire(Fp8Wire):
+    """The same, by the library's kernels."""
+
+    def __init__(self) -> None:
+        self._decoded = torch.empty(0)  # kept, since new pages are dear
+
+    def encode(self, payload: Tensor, values: Tensor) -> None:
+        values, count = values.to(torch.float32).contiguous(), values.numel()
+        scales = payload.data_ptr() + count
+        cpu.lib().a2a_quantize(_FLOAT32, _FP8, payload.data_ptr(), scales, values.data_ptr(), count)
+
+    def decode(self, payload: Tensor, count: int) -> Tensor:
+        if self._decoded.numel() < count:
+            self._decoded = torch.empty(count, dtype=torch.float32)
+        values, elements = self._decoded[:count], payload.data_ptr()
+        cpu.lib().a2a_dequantize(_FLOAT32, _FP8, values.data_ptr(), elements, elements + count, count)
+        return values
+
+
+def make_wire(name: str | None, dtype: torch.dtype, device: torch.device) -> Wire:
+    """The format called `name` for gradients of `dtype` on `device`.
 
     Raises:
         ValueError: there is none of that name.
@@ -96,7 +118,7 @@ def make_wire(name: str | None, dtype: torch.dtype) -> Wire:
     if name not in FORMATS:
         raise ValueError(f"GradientReducer: wire={name!r}; expected one of {', '.join(map(repr, FORMATS))}")
     if name == "fp8":
-        return Fp8Wire()
+        return CpuFp8Wire() if device.type == "cpu" else Fp8Wire()
     if name == "bf16" and dtype != torch.bfloat16:
         return CastWire(torch.bfloat16, loses=True)
     return CastWire(dtype, loses=False)

@@ -152,6 +152,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_moe_dispatch": (c_int, (_P, _P, _P, _P, c_int, _P, _U32, POINTER(MoeRows))),
     "a2a_moe_combine": (c_int, (_P, _U32, _P, c_int64, _P, _P, _P, _P, _P, _P, _P, _P, _U32)),
     "a2a_moe_spread": (c_int, (_P, _U32, _P, _U32, _P, c_int64, _P, _P, _P, _P, _P)),
+    "a2a_quantize": (None, (_U32, _U32, _P, _P, _P, _N)),
+    "a2a_dequantize": (None, (_U32, _U32, _P, _P, _P, _N)),
     "a2a_pool_create": (_P, (_P, _N, _P, _N)),
     "a2a_pool_private": (_P, (_N,)),
     "a2a_pool_child": (_P, (_P, _P, _N)),

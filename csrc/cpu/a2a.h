@@ -144,6 +144,10 @@ A2A_API int a2a_moe_spread(a2a_moe*, uint32_t request, const void* g, uint32_t t
                            int64_t num_rows, const float* weights, const int32_t* row_rank, const int32_t* row_token,
                            void* grad_rows, float* weight_grads);
 
+// --- wire formats (Dtype and Wire of simd.h): float32, bfloat16 or float16 to and from e4m3 with block scales
+A2A_API void a2a_quantize(uint32_t dtype, uint32_t wire, void* q, void* scales, const void* x, size_t count);
+A2A_API void a2a_dequantize(uint32_t dtype, uint32_t wire, void* x, const void* q, const void* scales, size_t count);
+
 // --- pools: blocks of a segment that are handed out as tensors and come back through a DLPack deleter
 typedef struct a2a_pool a2a_pool;
 A2A_API a2a_pool* a2a_pool_create(void* map, size_t map_bytes, void* mine, size_t mine_bytes);
