@@ -94,9 +94,7 @@ class Hosts:
 
     def _connect(self) -> None:
         left, right = self.places
-        self._in(
-            left, f"ip link add {left.interface} type veth peer name {right.interface} netns {self._keepers[1].pid}"
-        )
+        self._in(left, f"ip link add {left.interface} type veth peer name {right.interface} netns {self._keepers[1].pid}")
         for place in self.places:
             self._in(place, f"ip address add {place.address}/24 dev {place.interface}")
             self._in(place, "ip link set lo up")
@@ -109,9 +107,7 @@ class Hosts:
             ["nsenter", f"--net={place.namespace}", *command.split()], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise UnsupportedError(
-                f"hosts can't be joined here: `{command}`: {done.stderr.strip() or done.stdout.strip()}"
-            )
+            raise UnsupportedError(f"hosts can't be joined here: `{command}`: {done.stderr.strip() or done.stdout.strip()}")
 
     def cut(self) -> None:
         """Cut the cable: from now on nothing arrives, and nobody is told."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from a2a.errors import A2AError
 from a2a.gradients.agreement import Named
 from a2a.gradients.hierarchy import Hierarchy
 from a2a.gradients.layout import BucketPlan, Slot, plan_buckets
-from a2a.gradients.pipeline import Flight, Pipeline
+from a2a.gradients.pipeline import LEGS, Flight, Pipeline
 from a2a.gradients.shards import Shards
 from a2a.gradients.stats import Stats
 from a2a.gradients.tensors import Tensors
@@ -80,9 +81,14 @@ class Buckets:
         """A backward pass has its first gradient.
 
         Raises:
+            A2AError: a peer has failed.
             RuntimeError: the last one ended with an error after it had sent something.
         """
         self._pipeline.check()
+        try:
+            self._ways.check()  # on a GPU a peer's failure shows in nothing that is queued
+        except A2AError as error:
+            raise self._pipeline.fail(LEGS[0], "a backward pass", error) from error
         if self._next:
             raise RuntimeError(
                 f"GradientReducer: a backward pass begins, and the last one has not ended: {self._next} of "

@@ -168,6 +168,11 @@ class Hierarchy:
 
     # ---- failures
 
+    def check(self) -> None:
+        """Raise the first failure of this rank's domain, if there was one. Does not wait."""
+        for comm in self._comms.values():
+            comm.check()
+
     def broke(self, leg: str, what: str, error: BaseException) -> Exception:
         """Let everybody know that this rank can't go on, so that no leg of any rank waits any longer.
 

@@ -57,6 +57,7 @@ class Pipeline(ABC):
 
     def __init__(self, device: torch.device, broke: Broke) -> None:
         self.device, self._broke = device, broke
+        self._lock = threading.Lock()
         self.error: Exception | None = None
 
     @abstractmethod
@@ -93,13 +94,20 @@ class Pipeline(ABC):
         if self.error is not None:
             raise self.error
 
+    def fail(self, leg: str, what: str, error: BaseException) -> Exception:
+        """Take note of an error; returns what is raised from now on."""
+        with self._lock:
+            if self.error is None:
+                self.error = self._broke(leg, what, error)
+            return self.error
+
 
 class ThreadPipeline(Pipeline):
     """A thread a leg."""
 
     def __init__(self, device: torch.device, broke: Broke) -> None:
         super().__init__(device, broke)
-        self._lock, self._stopped = threading.Lock(), False
+        self._stopped = False
         self._queues: dict[str, queue.SimpleQueue[Flight | None]] = {leg: queue.SimpleQueue() for leg in LEGS}
         self._threads = [
             threading.Thread(target=self._work, args=(leg,), name=f"a2a {leg}", daemon=True) for leg in LEGS
@@ -130,7 +138,7 @@ class ThreadPipeline(Pipeline):
         self._queues[LEGS[0]].put(None)
         self._join(_GRACE_S)
         if any(thread.is_alive() for thread in self._threads):
-            self._fail("close", "everything", A2AError("the reducer was closed with gradients on their way"))
+            self.fail("close", "everything", A2AError("the reducer was closed with gradients on their way"))
             self._join(_JOIN_S)
 
     def _join(self, seconds: float) -> None:
@@ -149,7 +157,7 @@ class ThreadPipeline(Pipeline):
                     with torch.no_grad():
                         flight.legs[leg]()
                 except BaseException as error:  # whatever it is, those who wait must hear of it
-                    self._fail(leg, flight.what, error)
+                    self.fail(leg, flight.what, error)
                 flight.spans[leg] = begin, self.mark()
             if following is not None:
                 following.put(flight)
@@ -159,11 +167,6 @@ class ThreadPipeline(Pipeline):
             del flight  # while this thread waits for the next
         if following is not None:
             following.put(None)
-
-    def _fail(self, leg: str, what: str, error: BaseException) -> None:
-        with self._lock:
-            if self.error is None:
-                self.error = self._broke(leg, what, error)
 
 
 class StreamPipeline(Pipeline):
@@ -186,9 +189,9 @@ class StreamPipeline(Pipeline):
                 try:
                     flight.legs[leg]()
                 except BaseException as error:
-                    self.error = self._broke(leg, flight.what, error)
-                    flight.landed(self.error)
-                    raise self.error from error
+                    told = self.fail(leg, flight.what, error)
+                    flight.landed(told)
+                    raise told from error
                 before = self.mark()
             flight.spans[leg] = begin, before
         flight.done = before
