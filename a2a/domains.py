@@ -1,18 +1,23 @@
 """What a communicator of several domains has instead of one transport: its own domain's communicator, and its rails.
 
-Made by all ranks together with the first operation that crosses domains, owned and closed by the communicator it belongs to.
+Made by all ranks together with the first operation that crosses domains, owned and closed by the communicator it
+belongs to.
 
 Decisions:
 
-* **A domain is a communicator** like any other, of the domain's ranks in ascending order, so whatever runs on one domain runs
-  inside each of several. Its errors are told in the ranks of the whole group.
-* **Ranks agree across rails before data crosses**: after the first step inside the domain each rank tells its rails what it
-  was asked for, and whether its domain is in step. So a rank that refused its own call, or was asked for something else,
-  becomes known in every domain.
-* **One failure for all.** The first rank that fails tells the ranks of its domain (through shared memory) and those of its
-  rails (a last word before it closes them); who hears of it raises the same error and does the same. A rank that waits, waits
-  for one that is in its domain or on its rails, so everybody hears of it.
-* Calls run one after the other, in the order in which they were made, on a thread of their own where they are asynchronous.
+* **A domain is a communicator** like any other, of the domain's ranks in ascending order, so whatever runs on one
+  domain runs inside each of several. Its errors are told in the ranks of the whole group.
+* **Ranks agree across rails before data crosses**: after the first step inside the domain each rank tells its rails
+  what it was asked for, and whether its domain is in step. So a rank that refused its own call, or was asked for
+  something else, becomes known in every domain.
+* **One failure for all.** The first rank that fails tells the ranks of its domain (through shared memory) and those of
+  its rails (a last word before it closes them); who hears of it raises the same error and does the same. A rank that
+  waits, waits for one that is in its domain or on its rails, so everybody hears of it.
+* **Who waits for whom decides whose error is the first.** A rank that doesn't come is found by its domain, so the
+  agreement waits longer than a domain does; once all have come, a rail that carries nothing is what everybody ends up
+  waiting for, so it gives up sooner.
+* Calls run one after the other, in the order in which they were made, on a thread of their own where they are
+  asynchronous.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
 
 _MOST_REQUESTS = 4096
 _TEXT = 400  # characters of an error that fit into a word beside the rest
-_SLACK_S = 0.5  # a rail waits a little longer than a domain, whose error says more
+_SLACK_S = 2.0  # at most: how much sooner a rail gives up than a domain, see Domains
 _REFUSED = "refused its own call, so nothing was exchanged: "
 
 
@@ -118,6 +123,7 @@ class Domains:
         self._scratch: dict[str, torch.Tensor] = {}
         self._failing = threading.Lock()
         self.device = comm.device
+        self.slack_s = min(_SLACK_S, comm.timeout_s / 4)
         size = len(self.members)
         exchange = store_exchange(
             store, self.rank, size, comm.timeout_s, f"{prefix}/domain{self.index}", names=self.members
@@ -133,7 +139,7 @@ class Domains:
         self.rails = {}
         try:
             self.rails = torch_rails(
-                store, topology, comm.rank, comm.device, comm.timeout_s + _SLACK_S, f"{prefix}/rails"
+                store, topology, comm.rank, comm.device, comm.timeout_s - self.slack_s, f"{prefix}/rails"
             )
         except BaseException:
             self.inner.close()
@@ -217,7 +223,9 @@ class Domains:
     def _first_cause(self, error: BaseException, op: str) -> _Record:
         told = _records_in([str(error)])
         if not told and isinstance(error, PeerTimeoutError) and error.op != "alloc":
-            told = _records_in([word.decode(errors="replace") for rail in self.rails.values() for word in rail.last_words()])
+            told = _records_in(
+                [word.decode(errors="replace") for rail in self.rails.values() for word in rail.last_words()]
+            )
         if told:
             return told[0]
         mine = self.outer(error) if isinstance(error, A2AError) else InterruptedRankError(
@@ -308,18 +316,23 @@ class Agreement:
             self.tell(refusal, peer)
             self._done = True
             self.hear()
-            raise domains.in_step(MismatchError(refusal, rank=domains.parent_rank, peer=peer, op=self._asked.op)) from error
+            raise domains.in_step(
+                MismatchError(refusal, rank=domains.parent_rank, peer=peer, op=self._asked.op)
+            ) from error
         self.tell()
 
     def tell(self, refusal: str = "", peer: int = -1) -> None:
         """Tell the rails what this rank was asked for, or that its domain refused."""
         asked, refusal = self._asked, refusal.replace("\0", "")
         while True:
-            word = json.dumps([asked.digest, asked.row_bytes, asked.text[:190], refusal, peer], ensure_ascii=False).encode()
+            word = json.dumps(
+                [asked.digest, asked.row_bytes, asked.text[:190], refusal, peer], ensure_ascii=False
+            ).encode()
             if len(word) <= WORD_BYTES:
                 break
             refusal = refusal[: -max(1, len(refusal) // 8)]
-        self._heard = [(rail.ranks, rail.tell(word)) for rail in self._domains.rails.values()]
+        longer_s = 2 * self._domains.slack_s  # than other calls of a rail
+        self._heard = [(rail.ranks, rail.tell(word, longer_s)) for rail in self._domains.rails.values()]
 
     def check(self) -> None:
         """Wait for what the other domains were asked for. Does nothing from the second time on.

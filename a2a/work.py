@@ -224,7 +224,9 @@ class Lane:
         assert comm is not None
         work = self._last = LaneWork(comm, op, call, outputs)
         if self._thread is None:
-            self._thread = threading.Thread(target=_run_lane, args=(self._waiting, self._turn), name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=_run_lane, args=(self._waiting, self._turn), name=self._name, daemon=True
+            )
             self._thread.start()
         comm.keep(work)
         self._waiting.put(work)

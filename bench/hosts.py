@@ -2,10 +2,11 @@
 
     python bench/hosts.py [--ranks 4] [--bytes 64M] [--mbit 1000] [--check] [--output FILE]
 
-The hosts are network namespaces of this machine (a2a/cli/hosts.py): run it as root, alone on the machine. Ranks are placed in
-blocks (neighbouring ranks on one host) and cyclic (neighbouring ranks on different hosts), which changes what a flat ring
-sends over the cable, and nothing for a2a. Prints a JSON line for each implementation and placement, as `a2a bench --json`.
-`--check` exits with 2 if a floor is missed: a2a at least 1.4 times as fast in blocks and 2.7 times in cyclic order.
+The hosts are network namespaces of this machine (a2a/cli/hosts.py): run it as root, alone on the machine. Ranks are
+placed in blocks (neighbouring ranks on one host) and cyclic (neighbouring ranks on different hosts), which changes what
+a flat ring sends over the cable, and nothing for a2a. Prints a JSON line for each implementation and placement, as `a2a
+bench --json`. `--check` exits with 2 if a floor is missed: a2a at least 1.4 times as fast in blocks and 2.7 times in
+cyclic order.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from runs import verdict, write
+
 from a2a.cli.demo_hosts import contenders, on_hosts
 from a2a.cli.parse import sizes
 from a2a.measure import Cell, Control, Line, alternate, environment
-from runs import verdict, write
 
 FLOORS = {"blocks": 1.4, "cyclic": 2.7}
 
@@ -29,7 +31,9 @@ def work(options: dict[str, Any], emit: Any) -> None:
     with a2a.communicator() as comm:
         control = Control()
         pair = contenders(options["bytes"], comm)
-        timings = {name: parts["total"] for name, parts in alternate(pair, control, budget_s=options["budget_s"]).items()}
+        timings = {
+            name: parts["total"] for name, parts in alternate(pair, control, budget_s=options["budget_s"]).items()
+        }
         crossed = comm.domains.bytes_sent
         case = {"order": options["order"], "mbit_per_s": options["mbit"], "hosts": len(comm.topology.domains)}
         command = f"python bench/hosts.py --ranks {comm.world_size}"

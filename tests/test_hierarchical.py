@@ -24,7 +24,7 @@ from a2a.plan import choose
 from a2a.topology import Topology
 from deadlines import soon
 from exchange_cases import as_dtype, assert_same_bits, pattern
-from failure_cases import NOTICED_S, finished
+from failure_cases import finished
 from pool import World
 from test_rail import BLOCKS, CYCLIC, THREE, UNEVEN, topology
 from test_reductions import in_rank_order, values
@@ -37,6 +37,7 @@ CASES = [(dtype, op) for dtype in (torch.float32, torch.bfloat16, torch.float16)
 CASES += [(torch.float64, SUM), (torch.int32, SUM), (torch.int64, MAX), (torch.uint8, SUM), (torch.int16, MIN)]
 COUNTS = [0, 1, 3, 17, 1000, 16384, 70_001]  # each case takes two or three of them
 LARGE = 3_000_001  # elements: many chunks
+LIMIT_S = 8.0  # to hear of a failure: far below the communicators' own limits, far above what it takes
 
 
 def hierarchical(top: Topology, terms: list[torch.Tensor], op: Any) -> torch.Tensor:
@@ -193,7 +194,7 @@ def a_mistake(name: str, top: Topology) -> None:
                 with pytest.raises(error):
                     call(comm)
             else:
-                with soon(NOTICED_S), pytest.raises(a2a.MismatchError, match=r"rank 1 refused its own call") as caught:
+                with soon(LIMIT_S), pytest.raises(a2a.MismatchError, match=r"rank 1 refused its own call") as caught:
                     a2a.all_reduce(torch.ones(3), group=comm)
                 assert caught.value.peer == 1
             tensor = torch.ones(3)
@@ -224,7 +225,7 @@ def different(name: str, ranks: list[int], async_op: bool) -> str:
         else:
             finished(a2a.all_reduce(torch.ones(40_000), SUM, comm, async_op))
 
-    with soon(NOTICED_S), pytest.raises(a2a.MismatchError, match=says) as caught:
+    with soon(LIMIT_S), pytest.raises(a2a.MismatchError, match=says) as caught:
         asks()
     assert int(comm.ok) == 0
     with soon(1.0), pytest.raises(a2a.MismatchError, match=says):  # it stays broken
@@ -236,12 +237,17 @@ def different(name: str, ranks: list[int], async_op: bool) -> str:
 
 
 def wrong_sizes() -> None:
-    """Rank 0 sends rank 3 other sizes than it expects."""
+    """Rank 0 sends rank 3 other sizes than it expects; its own domain, done by then, is told with the next call."""
     comm = a2a.communicator(topology=BLOCKS, timeout=20)
-    out = [2, 2, 2, 5] if comm.rank == 0 else [2, 2, 2, 2]
-    with soon(NOTICED_S), pytest.raises(a2a.MismatchError, match=r"rank 0 sends 20 bytes to rank 3, which expects 8"):
-        with forced():
-            a2a.all_to_all_single(torch.empty(8), torch.ones(sum(out)), [2] * 4, out, comm)
+    sends = [2, 2, 2, 5] if comm.rank == 0 else [2, 2, 2, 2]
+
+    def exchange_twice() -> None:
+        a2a.all_to_all_single(torch.empty(8), torch.ones(sum(sends)), [2] * 4, sends, comm)
+        a2a.all_to_all_single(torch.empty(8), torch.ones(8), group=comm)
+
+    says = r"rank 0 sends 20 bytes to rank 3, which expects 8"
+    with forced(), soon(LIMIT_S), pytest.raises(a2a.MismatchError, match=says):
+        exchange_twice()
     comm.close()
 
 
@@ -260,9 +266,8 @@ def absent(how: str, top: Topology, count: int) -> tuple[str, int]:
                 a2a.all_reduce(torch.ones(count), group=comm)
         dist.barrier()
         return "rank 1 [leg domain]", 1
-    with soon(NOTICED_S + 2), pytest.raises(a2a.PeerTimeoutError, match=r"rank 1\b.*leg (rail|domain)") as caught:
-        while True:
-            a2a.all_reduce(torch.ones(count), group=comm)
+    with soon(LIMIT_S), pytest.raises(a2a.PeerTimeoutError, match=r"rank 1\b.*leg (rail|domain)") as caught:
+        a2a.all_reduce(torch.ones(count), group=comm)
     if how != "dead":
         dist.barrier()
     with soon(1.0), pytest.raises(a2a.PeerTimeoutError, match="rank 1"):  # it stays broken
@@ -278,6 +283,7 @@ def killed_in_the_middle(delay_s: float) -> None:
     rng = random.Random(1)
     comm = a2a.communicator(topology=CYCLIC, timeout=30)
     rank, n = comm.rank, comm.world_size
+    a2a.all_reduce(torch.ones(4), group=comm)  # which makes the domains
     if rank == 1:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     last = time.monotonic()
@@ -292,7 +298,7 @@ def killed_in_the_middle(delay_s: float) -> None:
 
     with pytest.raises(a2a.PeerTimeoutError, match=r"rank 1\b.*leg (rail|domain)") as caught:
         until_it_fails()
-    assert time.monotonic() - last < NOTICED_S + 3
+    assert time.monotonic() - last < LIMIT_S
     assert caught.value.peer == 1
     comm.close()
 

@@ -98,10 +98,10 @@ def test_a_cut_cable_is_told_by_every_rank(tmp_path: Path) -> None:
                 end = time.monotonic() + 20
                 while time.monotonic() < end and not all(path.exists() for path in files):
                     time.sleep(0.05)
-                raise _Enough
+                raise _EnoughError
 
         options = {"count": 500_000, "folder": str(tmp_path)}
-        with pytest.raises(_Enough):
+        with pytest.raises(_EnoughError):
             run_ranks(cut_off, options, 4, receive, places=[hosts.places[host] for host in spread(4, "blocks")])
     for rank, path in enumerate(files):
         took, peer, text = eval(path.read_text())
@@ -110,7 +110,7 @@ def test_a_cut_cable_is_told_by_every_rank(tmp_path: Path) -> None:
         assert f"rank {peer}" in text and "leg rail" in text
 
 
-class _Enough(Exception):
+class _EnoughError(Exception):
     pass
 
 

@@ -115,7 +115,7 @@ def refuses() -> None:
         rail.all_to_all(pieces[::-1], pieces)
     rail.close()
     rail.close()
-    with pytest.raises(a2a.A2AError, match="rail . is closed on rank"):
+    with pytest.raises(a2a.A2AError, match=r"rail . is closed on rank"):
         rail.all_gather(torch.ones(4), one)
     dist.barrier()
 
@@ -135,7 +135,10 @@ def absent(how: str) -> None:
         dist.barrier()
         return
     if rank == 0:
-        with soon(3.0), pytest.raises(a2a.PeerTimeoutError, match=r"rank 0 .*rank 2 in all_gather on leg rail") as caught:
+        with (
+            soon(3.0),
+            pytest.raises(a2a.PeerTimeoutError, match=r"rank 0 .*rank 2 in all_gather on leg rail") as caught,
+        ):
             rail.all_gather(output, torch.ones(1000))
         assert (caught.value.rank, caught.value.peer) == (0, 2)
         assert caught.value.cause == ("timeout" if how == "late" else "died")
@@ -153,7 +156,7 @@ def a_rail_that_never_comes() -> None:
         dist.barrier()
         return
     if dist.get_rank() == 1:
-        with pytest.raises(a2a.PeerTimeoutError, match="rank 1 waited 0.5 s for rank 3 to make rail 1"):
+        with pytest.raises(a2a.PeerTimeoutError, match=r"rank 1 waited 0.5 s for rank 3 to make rail 1"):
             rails_of(BLOCKS, 0.5, under)
     else:
         rails_of(BLOCKS, 20, under)

@@ -46,8 +46,7 @@ class AllGatherHierarchical(HierarchicalReduction):
         input: torch.Tensor,
     ) -> None:
         output, input = output.view(torch.uint8), input.view(torch.uint8)
-        rows, rounds = output.view(domains.world_size, input.numel()), -(-domains.num_rails // inside.size)
-        slots = rounds * inside.size * domains.count
+        rows, slots = output.view(domains.world_size, input.numel()), domains.num_rails * domains.count
         ranges = chunks_of(input.numel(), 1, max(1, CHUNK_BYTES // slots))
         chunks = [_Chunk(domains, inside, input[a:b], rows[:, a:b], number) for number, (a, b) in enumerate(ranges)]
         agreement.first(lambda: inside.gather(input.new_zeros(inside.size)))  # nothing crosses before all agree
@@ -58,9 +57,7 @@ class AllGatherHierarchical(HierarchicalReduction):
 class _Chunk:
     """The same range of every rank's input, on its way."""
 
-    def __init__(
-        self, domains: Domains, inside: Inside, input: torch.Tensor, rows: torch.Tensor, number: int
-    ) -> None:
+    def __init__(self, domains: Domains, inside: Inside, input: torch.Tensor, rows: torch.Tensor, number: int) -> None:
         self._domains, self._inside, self._input, self._rows = domains, inside, input, rows
         self._number = number
         self._regions: list[torch.Tensor] = []

@@ -5,15 +5,18 @@
     combine   the domains' sums of the own piece are summed in domain order; an all-gather returns them over the rail
     finish    all-gather in the domain
 
-A rail carries 2 (D - 1) / D of its slot each way, which no all-reduce of D domains can do with less. What is rounded where:
-the domain's sum, in rank order, once to the tensor's dtype, in which it crosses; the sum of the domains' sums, in domain
-order, once more; AVG divides before that. So the result is that of no single domain, but the same on all ranks and runs.
+A rail carries 2 (D - 1) / D of its slot each way, which no all-reduce of D domains can do with less. What is rounded
+where: the domain's sum, in rank order, once to the tensor's dtype, in which it crosses; the sum of the domains' sums,
+in domain order, once more; AVG divides before that. So the result is that of no single domain, but the same on all
+ranks and runs.
 
-Wins wherever the links between domains are slower than those inside, most where neighbouring ranks are in different domains.
+Wins wherever the links between domains are slower than those inside, most where neighbouring ranks are in different
+domains.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -47,7 +50,7 @@ class AllReduceHierarchical(HierarchicalReduction):
 
     def crossing(self, request: Request, comm: Communicator, view: Any) -> int:
         rails, domains = len(comm.topology.rails()), len(comm.topology.domains)
-        own_rails = -(-rails // view.world_size)
+        own_rails = math.ceil(rails / int(view.world_size))
         return 2 * own_rails * request.num_bytes * (domains - 1) // (domains * rails)
 
     def across(
@@ -95,7 +98,11 @@ class _Slot:
     """A slot of a chunk, on the rail that this rank serves it on."""
 
     def __init__(self, domains: Domains, rail: Rail, mine: torch.Tensor, combine: Combine, key: str) -> None:
-        self._rail, self._combine, self._pieces = rail, combine, list(mine.view(domains.count, mine.numel() // domains.count))
+        self._rail, self._combine, self._pieces = (
+            rail,
+            combine,
+            list(mine.view(domains.count, mine.numel() // domains.count)),
+        )
         self._come = list(domains.scratch(key, mine.numel(), mine.dtype).view(domains.count, self._pieces[0].numel()))
         self._come[rail.rank] = self._pieces[rail.rank]
         self._whole = mine

@@ -4,11 +4,12 @@
     cross     what goes to the ranks of one domain goes to its rank on this rail, as one message
     inside    meanwhile, the domain's own pieces; then what has come over the rails is handed on, and its sizes before it
 
-A rank talks to one rank of each other domain instead of to all of its ranks: fewer and larger messages, for a copy in shared
-memory. Only sizes that both sides expect are handed on; a rank that is sent another size than it expects names the sender.
+A rank talks to one rank of each other domain instead of to all of its ranks: fewer and larger messages, for a copy in
+shared memory. Only sizes that both sides expect are handed on; a rank that is sent another size than it expects names
+the sender.
 
-Wins where messages between domains are dear, which is where pieces are small or ranks many. CPU tensors only: the host waits
-for sizes, which a GPU's caller should not.
+Wins where messages between domains are dear, which is where pieces are small or ranks many. CPU tensors only: the host
+waits for sizes, which a GPU's caller should not.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class AllToAllHierarchical(Across, AllToAll):
         return [("all_to_all", own), ("all_to_all", request.num_bytes - own), ("all_to_all", 0)]
 
     def crossing(self, request: Request, comm: Communicator, view: Any) -> int:
-        return request.num_bytes * (comm.world_size - view.world_size) // comm.world_size
+        return request.num_bytes * (comm.world_size - int(view.world_size)) // comm.world_size
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         cost = super().cost(request, comm)
@@ -111,9 +112,7 @@ def _inner(domains: Domains) -> AllToAll:
     return found[0]
 
 
-def _exchange(
-    domains: Domains, asked: Asked, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: str
-) -> None:
+def _exchange(domains: Domains, asked: Asked, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: str) -> None:
     send, receive = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
     with domains.guarded(op):
         _Exchange(domains, asked, op).run(receive, send)
@@ -201,12 +200,17 @@ class _Exchange:
                         op=self._op,
                     )
         pieces = {rank: torch.split(message, sizes[rank]) for rank, message in messages.items()}
-        out = [torch.cat([pieces[r][q] for r in far if r in pieces]) if pieces else heads[q][:0].view(torch.uint8) for q in range(size)]
+        out = [
+            torch.cat([pieces[r][q] for r in far if r in pieces]) if pieces else heads[q][:0].view(torch.uint8)
+            for q in range(size)
+        ]
         come = [torch.empty(sum(receive[r].numel() for r in far if by[r] == p), dtype=torch.uint8) for p in range(size)]
         self._inside(come, out, 0)
         for place in range(size):
             senders = [r for r in far if by[r] == place]
-            for rank, piece in zip(senders, torch.split(come[place], [receive[r].numel() for r in senders]), strict=True):
+            for rank, piece in zip(
+                senders, torch.split(come[place], [receive[r].numel() for r in senders]), strict=True
+            ):
                 receive[rank].copy_(piece)
 
     def _inside(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], row_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """What collectives across domains have in common: fast inside each domain, and as little as possible between them.
 
-Every rank carries its share of the domain's data over its own rail, so all links between hosts are used at once and nothing
-crosses twice. The data is cut into chunks, which follow each other through the stages of a collective: while one crosses, the
-next is reduced in shared memory.
+Every rank carries its share of the domain's data over its own rail, so all links between hosts are used at once and
+nothing crosses twice. The data is cut into chunks, which follow each other through the stages of a collective: while
+one crosses, the next is reduced in shared memory.
 
     stage       what runs                         on
     inside      a collective of the domain        the calling thread (or that of asynchronous calls) and its kernels
@@ -10,12 +10,13 @@ next is reduced in shared memory.
     combine     sums of what has come, messages   both
     finish      a collective of the domain        the calling thread
 
-Where a domain is smaller than the largest, its ranks serve several rails each: rail i belongs to rank i mod m of a domain of
-m ranks. Slots of memory are therefore kept in rail order and go through the domain in rounds of m of them.
+Where a domain is smaller than the largest, its ranks serve several rails each: rail i belongs to rank i mod m of a
+domain of m ranks. Slots of memory are therefore kept in rail order and go through the domain in rounds of m of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -49,7 +50,9 @@ class Across(Algorithm):
         if comm.topology.is_single_domain:
             return "the group is one domain, whose ranks reach each other's memory"
         if comm.store is None:
-            return "the group has no key-value store that can be reached, and rails between domains are made through one"
+            return (
+                "the group has no key-value store that can be reached, and rails between domains are made through one"
+            )
         if self.device_type and comm.device_type != self.device_type:
             return f"it serves {self.device_type} tensors; this communicator's are on {comm.device_type}"
         for view in views(comm):
@@ -195,7 +198,7 @@ def chunks_of(length: int, unit: int, most: int) -> list[tuple[int, int]]:
     units = length // unit
     pieces = max(1, math.ceil(length / max(unit, most)))
     edges = [units * piece // pieces * unit for piece in range(pieces + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 class HierarchicalReduction(Across, Reduction):

@@ -4,14 +4,15 @@
     cross     over its rail, each domain's share goes to the rank there that owns it
     combine   the owner sums what has come, in domain order
 
-Rails carry (D - 1) / D of what a rank's slot holds, once. The rounding, and so the bits, are those of the all-reduce across
-domains: once for the domain's sum, once for the sum of the domains' sums.
+Rails carry (D - 1) / D of what a rank's slot holds, once. The rounding, and so the bits, are those of the all-reduce
+across domains: once for the domain's sum, once for the sum of the domains' sums.
 
 Wins wherever the links between domains are slower than those inside.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,7 +36,7 @@ class ReduceScatterHierarchical(HierarchicalReduction):
         return [("reduce_scatter", request.num_bytes)]
 
     def crossing(self, request: Request, comm: Communicator, view: Any) -> int:
-        own_rails = -(-len(comm.topology.rails()) // view.world_size)
+        own_rails = math.ceil(len(comm.topology.rails()) / int(view.world_size))
         return own_rails * request.num_bytes // comm.world_size * (len(comm.topology.domains) - 1)
 
     def across(
@@ -47,8 +48,7 @@ class ReduceScatterHierarchical(HierarchicalReduction):
         output: torch.Tensor,
         input: torch.Tensor,
     ) -> None:
-        shares, rounds = input.view(domains.world_size, output.numel()), -(-domains.num_rails // inside.size)
-        slots = rounds * inside.size * domains.count
+        shares, slots = input.view(domains.world_size, output.numel()), domains.num_rails * domains.count
         ranges = chunks_of(output.numel(), 1, max(1, CHUNK_BYTES // (slots * input.itemsize)))
         chunks = [
             _Chunk(domains, inside, combine, shares[:, a:b], output[a:b], number)

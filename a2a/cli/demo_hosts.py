@@ -1,7 +1,8 @@
 """`a2a demo --hosts 2`: an all-reduce of ranks on two hosts: right, and how much faster than gloo's flat one.
 
-The hosts are network namespaces of this machine, see hosts.py: shared memory stays within a host, and what crosses takes its
-time. Every rank contributes whole numbers that each can compute for every other, so results are compared exactly.
+The hosts are network namespaces of this machine, see hosts.py: shared memory stays within a host, and what crosses
+takes its time. Every rank contributes whole numbers that each can compute for every other, so results are compared
+exactly.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def run(request: Request, ranks: int | None) -> int:
     out = show.console()
     facts = found["blocks"]
     out.print(
-        f"all_reduce of [bold]{show.size_text(request.num_bytes)}[/bold] float32 on {facts['ranks']} ranks of two hosts, joined "
-        f"by {MBIT_PER_S:g} Mbit/s.\n[dim]{facts['topology']}; {facts['machine']}[/dim]\n"
+        f"all_reduce of [bold]{show.size_text(request.num_bytes)}[/bold] float32 on {facts['ranks']} ranks of two hosts, "
+        f"joined by {MBIT_PER_S:g} Mbit/s.\n[dim]{facts['topology']}; {facts['machine']}[/dim]\n"
     )
     rows = [
         [order, facts["algorithm"], show.us_text(facts["a2a"]), show.us_text(facts["gloo"]),

@@ -1,14 +1,15 @@
 """Hosts that aren't there: ranks of this machine in two network namespaces, joined by a cable of limited speed.
 
-What runs in one namespace can't reach the other but through the cable, a pair of virtual Ethernet devices with a token bucket
-on each end. So code that crosses hosts crosses a real, slow network, with its buffers, its segments and its failures.
+What runs in one namespace can't reach the other but through the cable, a pair of virtual Ethernet devices with a token
+bucket on each end. So code that crosses hosts crosses a real, slow network, with its buffers, its segments and its
+failures.
 
     with Hosts(mbit_per_s=1000) as hosts:
         ...  a process that calls `join(hosts.places[1])` first thing is on the second host
 
-Decisions. The namespaces have no names: each is kept by a process of ours that waits at the end of a pipe, and goes with it,
-also when we are killed. Devices and addresses exist inside them alone. So nothing can collide and nothing is left behind.
-Needs root, `ip` and `tc` (iproute2), `unshare` and `nsenter` (util-linux).
+Decisions. The namespaces have no names: each is kept by a process of ours that waits at the end of a pipe, and goes
+with it, also when we are killed. Devices and addresses exist inside them alone. So nothing can collide and nothing is
+left behind. Needs root, `ip` and `tc` (iproute2), `unshare` and `nsenter` (util-linux).
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class Hosts:
 
     def _connect(self) -> None:
         left, right = self.places
-        self._in(left, f"ip link add {left.interface} type veth peer name {right.interface} netns {self._keepers[1].pid}")
+        self._in(
+            left, f"ip link add {left.interface} type veth peer name {right.interface} netns {self._keepers[1].pid}"
+        )
         for place in self.places:
             self._in(place, f"ip address add {place.address}/24 dev {place.interface}")
             self._in(place, "ip link set lo up")
@@ -107,7 +110,9 @@ class Hosts:
             ["nsenter", f"--net={place.namespace}", *command.split()], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise UnsupportedError(f"hosts can't be joined here: `{command}`: {done.stderr.strip() or done.stdout.strip()}")
+            raise UnsupportedError(
+                f"hosts can't be joined here: `{command}`: {done.stderr.strip() or done.stdout.strip()}"
+            )
 
     def cut(self) -> None:
         """Cut the cable: from now on nothing arrives, and nobody is told."""

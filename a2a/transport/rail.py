@@ -1,21 +1,22 @@
 """Rails: the ways between domains. Rail i joins one rank of each domain through an engine that exists already.
 
-A rail has three calls, `all_to_all`, `all_gather` and `close`, and two adapters: torch's process groups (gloo for CPU tensors,
-NCCL for CUDA tensors), which are here, and mpi4py, in rail_mpi.py. A rank's place on a rail is the index of its domain, so
-what a rail delivers is in domain order by itself. `torch_rails` makes those of a topology.
+A rail has three calls, `all_to_all`, `all_gather` and `close`, and two adapters: torch's process groups (gloo for CPU
+tensors, NCCL for CUDA tensors), which are here, and mpi4py, in rail_mpi.py. A rank's place on a rail is the index of
+its domain, so what a rail delivers is in domain order by itself. `torch_rails` makes those of a topology.
 
 Decisions:
 
-* **Every call is a set of messages between pairs of ranks.** gloo's own collectives run on two worker threads, one after the
-  other, and its list all-to-all refuses uneven pieces; its sends and receives are driven by its one I/O thread, overlap with
-  each other, and go straight from and to the caller's memory. With few domains a direct all-gather sends what a ring sends.
-* **Messages are numbered.** Each call takes the next number of its rail, the same on all its ranks, so several calls may be
-  under way at once as long as all ranks issue them in one order.
+* **Every call is a set of messages between pairs of ranks.** gloo's own collectives run on two worker threads, one
+  after the other, and its list all-to-all refuses uneven pieces; its sends and receives are driven by its one I/O
+  thread, overlap with each other, and go straight from and to the caller's memory. With few domains a direct all-gather
+  sends what a ring sends.
+* **Messages are numbered.** Each call takes the next number of its rail, the same on all its ranks, so several calls
+  may be under way at once as long as all ranks issue them in one order.
 * **Everything crosses as bytes**: engines differ in the dtypes that they take.
-* **Who fails says so before it goes.** Each gloo rail keeps a receive for one last word from each peer, so that ranks which only
-  see a connection close learn whose failure was the first.
-* **Groups of their own**, made of the parent group's store under a prefix: nothing of torch's is registered, no other rank has
-  to take part, and a rail that broke takes nothing else with it.
+* **Who fails says so before it goes.** Each gloo rail keeps a receive for one last word from each peer, so that ranks
+  which only see a connection close learn whose failure was the first.
+* **Groups of their own**, made of the parent group's store under a prefix: nothing of torch's is registered, no other
+  rank has to take part, and a rail that broke takes nothing else with it.
 * A rank of a small domain may be on several rails, each with a group of its own.
 """
 
@@ -30,6 +31,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
 from a2a.topology import Topology
@@ -44,8 +46,10 @@ class RailWork(ABC):
     """A call of a rail that is under way."""
 
     @abstractmethod
-    def wait(self) -> None:
+    def wait(self, longer_s: float = 0.0) -> None:
         """Until the outputs are there and the inputs may change: on a CPU the caller waits, on a GPU its current stream.
+
+        `longer_s`: than the rail's limit, where waiting is the caller's. The limit counts from when the call was made.
 
         Raises:
             PeerTimeoutError: a rank of the rail did not come within the rail's limit, or its connection broke; names it.
@@ -77,8 +81,9 @@ class Rail(ABC):
         """Send `inputs[d]` to domain d and receive `outputs[d]` from it.
 
         Args:
-            outputs, inputs: `size` contiguous tensors each, of any dtype, on the rail's device. Pieces may be empty and of any
-                size, as long as the sender's has as many bytes as the receiver's. They may not change until the work is done.
+            outputs, inputs: `size` contiguous tensors each, of any dtype, on the rail's device. Pieces may be empty and
+                of any size, as long as the sender's has as many bytes as the receiver's (gloo ends the process
+                otherwise). They may not change until the work is done.
             async_op: return at once; `wait()` the work.
         Raises:
             ValueError: not `size` pieces, or one that isn't contiguous.
@@ -119,7 +124,7 @@ class Rail(ABC):
         return self._start("all_gather", receive, [part] * self.size, async_op)
 
     @abstractmethod
-    def tell(self, word: bytes) -> Callable[[], list[bytes]]:
+    def tell(self, word: bytes, longer_s: float = 0.0) -> Callable[[], list[bytes]]:
         """Send a short word to every domain, of at most WORD_BYTES; the result waits and gives everybody's, by domain.
 
         A rail whose messages are ordered by a GPU tells nothing, since its host does not wait: the result is empty.
@@ -158,19 +163,21 @@ class Rail(ABC):
         if waited_s is None:
             told, cause = f"rank {me} lost rank {peer} {where}: {why}. Rank {peer} may have been killed", "died"
         else:
-            told = f"rank {me} waited {waited_s:.1f} s for rank {peer} {where}. Rank {peer} may have died or taken another"
+            told = (
+                f"rank {me} waited {waited_s:.1f} s for rank {peer} {where}. Rank {peer} may have died or taken another"
+            )
             told, cause = f"{told} branch, or the network between them is down", "timeout"
         return PeerTimeoutError(told, rank=me, peer=peer, op=op, cause=cause)
 
 
-def tell_through(rail: Rail, word: bytes) -> Callable[[], list[bytes]]:
+def tell_through(rail: Rail, word: bytes, longer_s: float) -> Callable[[], list[bytes]]:
     """`Rail.tell`, over a rail's own all-gather of CPU tensors."""
     everyone = torch.empty(rail.size * WORD_BYTES, dtype=torch.uint8)
     work = rail.all_gather(everyone, _padded(word), async_op=True)
 
     def heard() -> list[bytes]:
-        work.wait()
-        return [_unpadded(part) for part in everyone.split(WORD_BYTES)]
+        work.wait(longer_s)
+        return [_unpadded(part) for part in torch.split(everyone, WORD_BYTES)]
 
     return heard
 
@@ -209,20 +216,23 @@ class GlooRail(Rail):
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._heard = {d: torch.zeros(WORD_BYTES, dtype=torch.uint8) for d in self._others}
         self._hearing = [(d, group.recv([self._heard[d]], d, _LAST_TAG)) for d in self._others]
-        self._never = group.recv([torch.zeros(1)], self._others[0], _LAST_TAG + 1) if self._others else None
+        self._never = [group.recv([torch.zeros(1)], d, _LAST_TAG + 1) for d in self._others]
 
-    def tell(self, word: bytes) -> Callable[[], list[bytes]]:
-        return tell_through(self, word)
+    def tell(self, word: bytes, longer_s: float = 0.0) -> Callable[[], list[bytes]]:
+        return tell_through(self, word, longer_s)
 
     def _post(self, op: str, receive: list[torch.Tensor], send: list[torch.Tensor]) -> RailWork:
         self._calls += 1
         tag, others = self._calls % _LAST_TAG, self._others
         messages: list[tuple[int, Any]] = []
+        place = self.rank
         try:  # receives first: a message that is waited for goes without asking
-            messages += [(d, self._group.recv([receive[d]], d, tag)) for d in others if receive[d].numel()]
-            messages += [(d, self._group.send([send[d]], d, tag)) for d in others if send[d].numel()]
+            for post, pieces in ((self._group.recv, receive), (self._group.send, send)):
+                for place in others:
+                    if pieces[place].numel():
+                        messages.append((place, post([pieces[place]], place, tag)))
         except RuntimeError as error:
-            raise self.lost(others[0], op, None, _first_line(error)) from error
+            raise self.lost(place, op, None, _first_line(error)) from error
         return _GlooWork(self, op, messages, (receive, send))
 
     def last_words(self) -> list[bytes]:
@@ -238,17 +248,19 @@ class GlooRail(Rail):
         if self.closed:
             return
         self.closed = True
-        with contextlib.suppress(RuntimeError):
-            if last_word:
-                padded = _padded(last_word)
-                said = [self._group.send([padded], d, _LAST_TAG) for d in self._others]
-                for work in said:
+        if last_word:
+            padded, said = _padded(last_word), []
+            for place in self._others:
+                with contextlib.suppress(RuntimeError):
+                    said.append(self._group.send([padded], place, _LAST_TAG))
+            for work in said:
+                with contextlib.suppress(RuntimeError):
                     work.wait(datetime.timedelta(seconds=_LAST_WORD_S))
-        # Its own ways to abort leave connections open as long as anything refers to it, and who waits waiting. A wait that
-        # runs out of time closes them, and wakes whoever waits.
-        with contextlib.suppress(RuntimeError):
-            if self._never is not None:
-                self._never.wait(datetime.timedelta(milliseconds=1))
+        # gloo's own ways to abort leave connections open as long as anything refers to them, and who waits waiting. A wait
+        # that runs out of time closes all of them and wakes everybody; one for a peer that is gone does not run out.
+        for work in self._never:
+            with contextlib.suppress(RuntimeError):
+                work.wait(datetime.timedelta(milliseconds=1))
 
 
 class _GlooWork(RailWork):
@@ -256,17 +268,17 @@ class _GlooWork(RailWork):
         self._rail, self._op, self._messages, self._keep = rail, op, messages, keep
         self._start = time.monotonic()
 
-    def wait(self) -> None:
-        rail = self._rail
+    def wait(self, longer_s: float = 0.0) -> None:
+        rail, limit_s = self._rail, self._rail.timeout_s + longer_s
         while self._messages:
             place, work = self._messages[0]
-            left = max(0.001, rail.timeout_s - (time.monotonic() - self._start))
+            left = max(0.001, limit_s - (time.monotonic() - self._start))
             try:
                 work.wait(datetime.timedelta(seconds=left))
             except RuntimeError as error:
                 rail._check_open(self._op)
                 waited = time.monotonic() - self._start
-                late = "imed out" in str(error) or waited >= rail.timeout_s
+                late = "imed out" in str(error) or waited >= limit_s
                 raise rail.lost(place, self._op, waited if late else None, _first_line(error)) from error
             self._messages.pop(0)
         self._keep = None
@@ -291,7 +303,7 @@ class NcclRail(Rail):
         except RuntimeError as error:
             raise self.lost((self.rank + 1) % self.size, op, None, _first_line(error)) from error
 
-    def tell(self, word: bytes) -> Callable[[], list[bytes]]:
+    def tell(self, word: bytes, longer_s: float = 0.0) -> Callable[[], list[bytes]]:
         return list
 
     def close(self, last_word: bytes = b"") -> None:
@@ -305,11 +317,13 @@ class _NcclWork(RailWork):
     def __init__(self, rail: NcclRail, op: str, work: Any, keep: object) -> None:
         self._rail, self._op, self._work, self._keep = rail, op, work, keep
 
-    def wait(self) -> None:
+    def wait(self, longer_s: float = 0.0) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._rail.lost((self._rail.rank + 1) % self._rail.size, self._op, None, _first_line(error)) from error
+            raise self._rail.lost(
+                (self._rail.rank + 1) % self._rail.size, self._op, None, _first_line(error)
+            ) from error
         self._keep = None
 
 
@@ -332,16 +346,16 @@ def torch_rails(
     for index, ranks in enumerate(topology.rails()):
         if rank not in ranks:
             continue
-        name, own = f"rail {index}", dist.PrefixStore(f"{prefix}/{index}", store)
-        own.set(f"here/{rank}", b"")
+        name, own = f"rail {index}", c10d.PrefixStore(f"{prefix}/{index}", store)
+        own.set(f"here/{rank}", "")
         deadline = time.monotonic() + timeout_s
         for peer in ranks:
             try:
                 own.wait([f"here/{peer}"], datetime.timedelta(seconds=max(0.01, deadline - time.monotonic())))
             except (RuntimeError, ValueError) as error:
                 raise PeerTimeoutError(
-                    f"rank {rank} waited {timeout_s:.1f} s for rank {peer} to make {name} (leg {LEG}). Rank {peer} may have died, "
-                    f"or not have come to the first operation across domains",
+                    f"rank {rank} waited {timeout_s:.1f} s for rank {peer} to make {name} (leg {LEG}). Rank {peer} may have "
+                    f"died, or not have come to the first operation across domains",
                     rank=rank,
                     peer=peer,
                     op=LEG,
@@ -372,8 +386,8 @@ def _torch_rail(
             raise
         others = ", ".join(str(r) for at, r in enumerate(ranks) if at != place)
         raise A2AError(
-            f"rank {ranks[place]} could not connect {name} (leg {LEG}) to rank {others}: {_first_line(error)}. Can their hosts "
-            f"reach each other? GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network interface to use"
+            f"rank {ranks[place]} could not connect {name} (leg {LEG}) to rank {others}: {_first_line(error)}. Can their "
+            f"hosts reach each other? GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network interface to use"
         ) from error
 
 

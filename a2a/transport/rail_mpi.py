@@ -1,4 +1,7 @@
-"""Rails over MPI, through mpi4py. CPU tensors; MPI moves on only inside its calls, so work advances when it is waited for."""
+"""Rails over MPI, through mpi4py.
+
+They carry CPU tensors. MPI moves on only inside its calls, so work advances when it is waited for.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ class MpiRail(Rail):
         super().__init__(ranks, comm.Get_rank(), timeout_s, name)
         if comm.Get_size() != len(ranks):
             raise UnsupportedError(
-                f"{name}: mpi4py's communicator has {comm.Get_size()} ranks where {len(ranks)} were expected; were the ranks "
-                f"started by the mpiexec of the MPI that mpi4py was built with?"
+                f"{name}: mpi4py's communicator has {comm.Get_size()} ranks where {len(ranks)} were expected; were the "
+                f"ranks started by the mpiexec of the MPI that mpi4py was built with?"
             )
         self._comm = comm
         self._calls = 0
@@ -41,8 +44,8 @@ class MpiRail(Rail):
         requests += [(d, self._comm.Isend(send[d].numpy(), d, tag)) for d in others if send[d].numel()]
         return _MpiWork(self, op, requests, (receive, send))
 
-    def tell(self, word: bytes) -> Callable[[], list[bytes]]:
-        return tell_through(self, word)
+    def tell(self, word: bytes, longer_s: float = 0.0) -> Callable[[], list[bytes]]:
+        return tell_through(self, word, longer_s)
 
     def close(self, last_word: bytes = b"") -> None:
         if not self.closed:
@@ -55,11 +58,11 @@ class _MpiWork(RailWork):
         self._rail, self._op, self._requests, self._keep = rail, op, requests, keep
         self._start = time.monotonic()
 
-    def wait(self) -> None:
+    def wait(self, longer_s: float = 0.0) -> None:
         while self._requests:
             self._requests = [(place, request) for place, request in self._requests if not request.Test()]
             waited = time.monotonic() - self._start
-            if self._requests and waited > self._rail.timeout_s:
+            if self._requests and waited > self._rail.timeout_s + longer_s:
                 raise self._rail.lost(self._requests[0][0], self._op, waited, "")
             if self._requests:
                 time.sleep(_POLL_S)
