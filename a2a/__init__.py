@@ -40,6 +40,7 @@ else:
     from a2a.moe import ExpertParallel, Routing
     from a2a.ops import all_to_all, all_to_all_single
     from a2a.reductions import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+    from a2a.rms_norm import all_reduce_rms_norm
     from a2a.work import Work
 
     c10d_backend.register()
@@ -68,6 +69,7 @@ __all__ = [
     "__version__",
     "all_gather_into_tensor",
     "all_reduce",
+    "all_reduce_rms_norm",
     "all_to_all",
     "all_to_all_single",
     "communicator",

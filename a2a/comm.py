@@ -153,9 +153,9 @@ class Communicator:
         return {**told, **across, "rank": self.rank, "handed_over": dict(self.handed_over)}
 
     def check(self) -> None:
-        """Raise the communicator's first failure, if there was one on any rank. Does not wait."""
+        """Raise the communicator's first failure, if there was one on any rank. Does not wait for calls that still run."""
         self.check_open("check")
-        if self.transport and self.transport.failed():
+        if self.transport and self.transport.told():
             self.transport.raise_failure(cpu.FAILED, "check")
         if self._domains is not None:
             self._domains.check()

@@ -251,13 +251,13 @@ for _name in ("moe_combine_backward", "moe_dispatch_backward"):
     _torch_library.register_autograd(f"a2a::{_name}", _once, setup_context=_no_context, lib=_library)
 
 
-def _make_effectful() -> None:
-    names = ("moe_dispatch", "moe_combine", "moe_combine_backward", "moe_dispatch_backward")
+def make_effectful(library: Any, *names: str) -> None:
+    """Tell compilers that ops of `library` may not be removed, reordered or recomputed."""
     if hasattr(torch.library, "_register_effectful_op"):
         from torch._library.effects import EffectType
 
         for name in names:
-            torch.library._register_effectful_op(f"a2a::{name}", EffectType.ORDERED, lib=_library)
+            torch.library._register_effectful_op(f"a2a::{name}", EffectType.ORDERED, lib=library)
     else:
         from torch._higher_order_ops import effects
 
@@ -265,4 +265,4 @@ def _make_effectful() -> None:
             effects._register_effectful_op(getattr(torch.ops.a2a, name).default, effects._EffectType.ORDERED)
 
 
-_make_effectful()
+make_effectful(_library, "moe_dispatch", "moe_combine", "moe_combine_backward", "moe_dispatch_backward")

@@ -62,7 +62,7 @@ def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, asyn
     comm = group if type(group) is Communicator else _comm(group, "all_reduce", tensor)
     if not async_op and type(tensor) is _Tensor:
         ready = comm.repeated.get(("all_reduce", op, tensor.dtype, tensor.shape)) if type(op) is _ReduceOp else None
-        if ready is not None and tensor.get_device() == -1 and _is_plain(tensor) and not _profiling():
+        if ready is not None and tensor.get_device() == ready.device and _is_plain(tensor) and not _profiling():
             address = tensor.data_ptr()
             result = ready.call(ready.address, address, address)
             if result:
@@ -136,13 +136,15 @@ def _run_prepared(comm: Communicator, op: str, reduce_op: Any, output: Any, inpu
         ready is None
         or output.dtype is not input.dtype
         or not (_is_plain(input) and _is_plain(output))
-        or not input.get_device() == output.get_device() == -1
+        or not input.get_device() == output.get_device() == ready.device
         or _profiling()
     ):
         return False
     to, of = output.data_ptr(), input.data_ptr()
-    if not (of + input.nbytes <= to or to + output.nbytes <= of):
-        return False  # they overlap
+    if of < to + output.nbytes and to < of + input.nbytes:  # they overlap: only as a rank's own share of the other may
+        whole, share, num_bytes = (of, to, output.nbytes) if reduce_op is not None else (to, of, input.nbytes)
+        if share != whole + comm.rank * num_bytes:
+            return False
     result = ready.call(ready.address, to, of)
     if result:
         comm.raise_failure(result, op)
@@ -212,7 +214,8 @@ def why_handed_over(comm: Communicator, kind: str, tensor: torch.Tensor, reduce_
     if not algorithm.baseline:
         return None
     plan: Plan = comm.plans[_key(asked)]
-    return dict(plan.rejected).get("two_shot", f"{algorithm.name} is planned")
+    general = "shares" if comm.device_type == "cuda" else "two_shot"
+    return dict(plan.rejected).get(general, f"{algorithm.name} is planned")
 
 
 def reduce_op_of(given: Any) -> Any:

@@ -151,8 +151,9 @@ class Step:
     def answer(self) -> Answer:
         """Every tensor of the step, without rows past the end."""
         routing, end = self.routing, self.end
+        tokens = int(routing.row_index_R[self.valid_R].max()) + 1 if self.compact and bool(self.valid_R.any()) else 0
         answer = {
-            "rows": self.rows.detach() if self.compact else self.rows.detach()[:end],
+            "rows": self.rows.detach()[: tokens if self.compact else end],
             "rows_per_expert": self.rows_per_expert,
             "offsets_E": routing.offsets_E,
             "row_weights_R": torch.where(self.valid_R, routing.row_weights_R.detach(), 0.0)[:end],
@@ -161,7 +162,7 @@ class Step:
             "row_k_R": routing.row_k_R[:end],
             "overflow": routing.overflow,
             "topk_ids_TK": routing.topk_ids_TK,
-            "row_index_R": routing.row_index_R,
+            "row_index_R": routing.row_index_R[:end],
             "y": self.y_TH.detach(),
             "grad_out": grad_or_zeros(self.out_RH)[:end],
             "grad_row_weights_R": grad_or_zeros(routing.row_weights_R)[:end],

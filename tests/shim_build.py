@@ -51,11 +51,12 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and its scenarios, cuda_shim/NAME.cpp. `small`: makes blocks and thresholds small."""
+    """A kernel and its scenarios, cuda_shim/NAME.cpp or another file. `small`: makes blocks and thresholds small."""
 
     name: str
     defines: Mapping[str, int] = field(default_factory=dict)
     small: tuple[Replacement, ...] = ()
+    scenarios: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class ShimBuild:
         _write_sources(folder, (*kernel.small, *mutations))
         target = folder / kernel.name
         options = [f"-D{k}={v}" for k, v in {**kernel.defines, "WORLD": world}.items()]
-        source = SHIM / f"{kernel.name}.cpp"
+        source = SHIM / f"{kernel.scenarios or kernel.name}.cpp"
         _command(["g++", *_KERNEL, *options, f"-I{folder}", f"-I{SHIM}", "-c", str(source), "-o", f"{target}.o"])
         objects = [str(future.result()) for future in self._runtime]
         _command(["g++", "-no-pie", f"{target}.o", *objects, "-o", str(target)])

@@ -213,10 +213,13 @@ class Rank:
     def _copy(self, to: torch.Tensor, source: torch.Tensor | None) -> None:
         if not to.numel():
             return
-        start = 0 if source is None else source.data_ptr()
-        params = (c_uint64 * 4)(to.data_ptr(), start, to.numel() * to.itemsize, 0)
+        self._copy_bytes(to.data_ptr(), 0 if source is None else source.data_ptr(), to.numel() * to.itemsize)
+
+    def _copy_bytes(self, to: int, source: int, num_bytes: int, stream: int = 0) -> None:
+        params = (c_uint64 * 4)(to, source, num_bytes, 0)
         function = ctypes.cast(self._lib.run_copy_bytes, c_void_p)
-        self._lib.shim_launch(self.rank, ctypes.byref(_Shape((1, 1, 1), (32, 1, 1))), function, params, 32)
+        shape = _Shape((1, 1, 1), (32, 1, 1), stream=stream)
+        self._lib.shim_launch(self.rank, ctypes.byref(shape), function, params, 32)
 
     # ---- the transport, as csrc/cuda sees it
 
@@ -260,10 +263,9 @@ class Rank:
 
     # ---- the CUDA library
 
-    def a2a_cuda_event(self, event: Any) -> int:
+    def event(self) -> int:
         self._events += 1
-        event._obj.value = self._events
-        return 0
+        return self._events
 
     def a2a_cuda_event_free(self, event: int) -> int:
         return 0
@@ -283,6 +285,9 @@ class Rank:
                 self._launch(call, step, stream)
             elif step.kind == cuda.Step.RECORD:
                 self._lib.shim_record(self.rank, stream, step.what)
+            elif step.kind == cuda.Step.COPY:
+                words = step.patch
+                self._copy_bytes(step.what, words[0] | words[1] << 32, words[2] | words[3] << 32, stream)
             else:
                 self._lib.shim_wait(self.rank, stream, step.what)
         return 0
@@ -387,6 +392,12 @@ class FakeCuda:
 
     def check(self, error: int, what: str) -> None:
         assert not error, what
+
+    def event(self) -> int:
+        return int(_local.rank.event())
+
+    def module(self, name: str, arch: str, defines: tuple[tuple[str, int], ...], context: int) -> Any:
+        return self.modules([name], arch, defines, context)[0]
 
     def modules(self, names: list[str], arch: str, defines: tuple[tuple[str, int], ...], context: int) -> list[Any]:
         assert dict(defines) == self._defines, f"the library was compiled with {self._defines}; asked for {defines}"

@@ -27,14 +27,15 @@ def mutant(
     return MoeMutant(name, argument, Replacement(file, old, new), layer, scenario)
 
 
-SEND, EXPAND, SUM, SHARED, HOST = (
+SEND, EXPAND, DOTS, SUM, SHARED, HOST = (
     "moe_push_send.cu",
     "moe_push_expand.cu",
+    "moe_push_dots.cu",
     "moe_push_sum.cu",
     "moe_push.cuh",
     "moe_push.py",
 )
-FAILED = "  if (has_failed(a.m)) return;\n  const Expander e(a);\n  e.dispatch_tiles("
+FAILED = "  if (has_failed(a.m)) return;\n  const Rows e(a);\n  e.dispatch_tiles("
 MUTANTS = (
     # what is read has been published, and was seen to be
     mutant(
@@ -64,6 +65,14 @@ MUTANTS = (
         "VISIBLE",
         SUM,
         "        ptx::bulk_await(barriers + at, phases >> at & 1);\n",
+        "",
+        "one_chunk",
+    ),
+    mutant(
+        "dots_not_awaited",
+        "VISIBLE",
+        DOTS,
+        "      ptx::bulk_await(barriers + step % kStages, step / kStages & 1);\n",
         "",
         "one_chunk",
     ),

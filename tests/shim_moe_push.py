@@ -32,10 +32,11 @@ from shim_build import Replacement, library, located
 from shim_host import CLOSED_AT, OK_AT, FailedError, FakeCuda, FakeTorch, Machine, Rank
 from shim_moe_rounds import F16, F32, OPS, Layer, Round, compare, make_round
 
-SOURCES = ("moe_push_send", "moe_push_expand", "moe_push_sum")
+SOURCES = ("moe_push_send", "moe_push_expand", "moe_push_dots", "moe_push_sum")
 SMALL = (
     *(Replacement(f"{name}.cu", "kDeep = 8", "kDeep = 2") for name in SOURCES[:2]),
-    Replacement("moe_push_sum.cu", "kDeep = 4", "kDeep = 1"),
+    Replacement("moe_push_dots.cu", "kDeep = 4", "kDeep = 2"),
+    Replacement("moe_push_dots.cu", "kDotThreads = 320", "kDotThreads = 64"),
     Replacement("moe_push_sum.cu", "kThreads = 128", "kThreads = 64"),
 )
 
@@ -51,8 +52,8 @@ def replacements(layer: Layer) -> tuple[Replacement, ...]:
 def set_up(layer: Layer) -> dict[str, int]:
     """Have a2a/algorithms/moe_push.py run on the machine, cut as this layer says. Returns its kernels' defines."""
     m: Any = moe_push
-    m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), layer.team, layer.senders, (64, 128)
-    m._PIECE_BYTES, m._SUM_THREADS = 512, 64
+    m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), layer.team, layer.senders, (64, 64, 128)
+    m._SUM_DEEP, m._SUM_THREADS, m._DOT_DEEP, m._DOT_THREADS = 1, 64, 2, 64
     spec, world = layer.spec(), layer.world_size
     m._CHUNK_BYTES = max(1, spec.max_tokens * spec.row_bytes // layer.chunks)
     m._STAGING_BYTES = _STAGING_BYTES

@@ -152,6 +152,7 @@ def captured() -> None:
             a2a.all_to_all_single(small, part, group=comm)
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
         stream.synchronize()
@@ -165,6 +166,42 @@ def captured() -> None:
             assert bool((large == expected).all()) and bool((small == expected).all())
         comm.check()
         assert int(steps) == 41
+
+
+def by_copy_engines() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("A2A_ALGORITHM", "all_to_all=copy")
+        with communicator() as comm:
+            ranks, rank = comm.world_size, comm.rank
+            numbers = torch.arange(ranks, device="cuda", dtype=torch.int32)[:, None]
+            output = comm.empty(ranks, 300_000, dtype=torch.int32)
+            source = torch.empty_like(output)
+            steps = torch.zeros((), dtype=torch.int32, device="cuda")
+
+            def step() -> None:
+                steps.add_(1)
+                source.copy_((numbers + rank * 10 + steps * 100).expand_as(source))
+                a2a.all_to_all_single(output, source, group=comm)
+
+            for _ in range(5):
+                step()
+                assert bool((output == numbers * 10 + rank + steps * 100).all())
+            a2a.all_to_all_single(output, source, group=comm, async_op=True).wait()
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                step()
+            for _ in range(10):
+                graph.replay()
+                assert bool((output == numbers * 10 + rank + steps * 100).all())
+            comm.check()
+            dist.barrier()
+            with pytest.raises(ValueError, match=r"not of Communicator\.empty"):
+                a2a.all_to_all_single(torch.empty_like(source, device="cuda"), source, group=comm)
+
+
+def test_copy_engines_move_it(world: Any) -> None:
+    world.run(by_copy_engines, deadline_s=120)
 
 
 def test_a_cuda_graph_replays_it(world: Any) -> None:

@@ -19,15 +19,36 @@ ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
 # have nothing in common.
 MOE = {
     "WORLD": 2, "TOP_K": 8, "HIDDEN": 7168, "DTYPE": 1, "WIRE": 0, "RANGES": 24, "CHUNKS": 7, "ROWS_WIRE": 0, "COMPACT": 0,
-    "DROP": 0, "WIDE_SUMS": 0, "TEAM": 512, "TILE_BYTES": 16384, "SPOTS": 8,
+    "DROP": 0, "WIDE_SUMS": 0, "TEAM": 512, "TILE_BYTES": 16384, "SPOTS": 8, "SUM_DEEP": 4,
 }  # fmt: skip
 MOES = [
     MOE,
-    MOE | {"WORLD": 72, "TOP_K": 32, "SPOTS": 32, "HIDDEN": 1204, "DTYPE": 0, "WIRE": 2, "CHUNKS": 1, "COMPACT": 1},
+    MOE | {
+        "WORLD": 72, "TOP_K": 32, "SPOTS": 32, "SUM_DEEP": 1, "HIDDEN": 1204, "DTYPE": 0, "WIRE": 2, "CHUNKS": 1,
+        "COMPACT": 1,
+    },
     MOE | {"WORLD": 8, "HIDDEN": 2880, "DTYPE": 2, "WIRE": 1, "ROWS_WIRE": 1, "DROP": 1, "WIDE_SUMS": 1},
+]  # fmt: skip
+REDUCTION = {"WORLD": 2, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "COLLECTIVE": 0, "TWO_SHOT": 0}
+# bfloat16 sums; a reduce-scatter of float64 averages; two shots of int8 maxima; an all-gather of bytes.
+REDUCTIONS = [
+    REDUCTION | {"DTYPE": 1, "REDUCE": 0},
+    REDUCTION | {"DTYPE": 3, "REDUCE": 1, "COLLECTIVE": 1, "WORLD": 3},
+    REDUCTION | {"DTYPE": 5, "REDUCE": 2, "TWO_SHOT": 1, "WORLD": 8},
+    REDUCTION | {"DTYPE": 4, "REDUCE": 4, "COLLECTIVE": 2, "WORLD": 72, "FLAG_BYTES": 96 << 10, "CHUNK_BYTES": 3 << 10},
+]
+NORM = {"WORLD": 2, "PACKET_BYTES": 192 << 10, "ROW_BYTES": 1 << 20, "TWO_SHOT": 0}
+NORMS = [
+    NORM | {"DTYPE": 1, "HIDDEN": 8192},
+    NORM | {"DTYPE": 2, "HIDDEN": 72, "WORLD": 1},
+    NORM | {"DTYPE": 0, "HIDDEN": 16384, "WORLD": 8, "TWO_SHOT": 1},
+    NORM | {"DTYPE": 1, "HIDDEN": 2880, "WORLD": 72, "TWO_SHOT": 1},
 ]
 DEFINES = {
-    **{f"moe_push_{part}": MOES for part in ("send", "expand", "sum")},
+    "all_to_all_copy": [{"WORLD": world} for world in (1, 8, 72)],
+    **{f"moe_push_{part}": MOES for part in ("send", "expand", "dots", "sum")},
+    **{f"reduce_{part}": REDUCTIONS for part in ("flags", "shares")},
+    **{f"norm_{part}": NORMS for part in ("flags", "rows")},
     "all_to_all_push": [
         {"WORLD": world, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "TEAMS": 2} for world in (1, 2, 8, 72)
     ],

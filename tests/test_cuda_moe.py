@@ -205,8 +205,9 @@ def overflow() -> None:
         contextlib.closing(case.expert_parallel(comm=comm)) as ep,
     ):
         step = Step(case, ep)
-        rows, _, _ = ep.dispatch(step.x_TH, step.ids_TK)
-        assert rows.shape[0] == 3
+        with contextlib.suppress(a2a.RowOverflowError):  # the other rank's, if it is there already
+            rows, _, _ = ep.dispatch(step.x_TH, step.ids_TK)
+            assert rows.shape[0] == 3
         torch.cuda.synchronize()
         dist.barrier()
         assert int(comm.ok) == 0
@@ -221,7 +222,8 @@ def test_more_rows_than_max_rows_is_a_failure_on_all_ranks(world: Any) -> None:
 
 def a_late_peer() -> None:
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    comm = a2a.communicator(device="cuda", timeout=1.0)
+    limit = 1.0 if dist.get_world_size() <= torch.cuda.device_count() else 8.0  # ranks that share a GPU take turns
+    comm = a2a.communicator(device="cuda", timeout=limit)
     case = with_options(BASE, max_rows=500)
     ep = case.expert_parallel(comm=comm)
     full_step(Step(case, ep))
@@ -229,7 +231,7 @@ def a_late_peer() -> None:
         step = Step(case, ep)
         step.ep.dispatch(step.x_TH, step.ids_TK)
         torch.cuda.synchronize()
-        with pytest.raises(a2a.PeerTimeoutError, match=r"rank 0 waited 1\.0 s for rank 1"):
+        with pytest.raises(a2a.PeerTimeoutError, match=rf"rank 0 waited {limit:.1f} s for rank 1"):
             comm.check()
     dist.barrier()
     comm.close()

@@ -5,8 +5,8 @@ when, and a detector judges each access by orders and scopes as PTX has them (cs
 kernels' own sources run on it, but for constants that are made small. A mutant is such a source with a line broken, which a
 scenario must notice by a data race, a wrong byte or record, or a hang.
 
-`python tests/test_cuda_shim.py 1000` runs a thousand seeds of every scenario with 1 to 8 ranks, also of ExpertParallel's
-kernels, which are test_cuda_shim_moe.py's.
+`python tests/test_cuda_shim.py 1000` runs a thousand seeds of every scenario with 1 to 8 ranks, also of the reductions'
+kernels, which are test_cuda_shim_reductions.py's, and of ExpertParallel's, which are test_cuda_shim_moe.py's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 
 import shim_all_to_all_push
 import shim_moe_push
+import shim_reduce
 from shim_build import SHIM, SOURCES, Kernel, Mutant, ShimBuild, run, shim
 
 __all__ = ["shim"]  # a fixture
@@ -53,9 +54,8 @@ def test_every_function_of_ptx_has_a_twin() -> None:
 
 
 def test_every_kernel_has_scenarios() -> None:
-    assert {p.stem for p in (SOURCES / "cuda").glob("*.cu")} == {kernel.name for kernel, _ in KERNELS} | set(
-        shim_moe_push.SOURCES
-    )
+    elsewhere = {*shim_moe_push.SOURCES, *shim_reduce.SOURCES}
+    assert {p.stem for p in (SOURCES / "cuda").glob("*.cu")} == {kernel.name for kernel, _ in KERNELS} | elsewhere
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -97,7 +97,8 @@ def main(seeds: int) -> int:
     """Every kernel with 1 to 8 ranks; one run a core at a time."""
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         build = ShimBuild(Path(name))
-        jobs = [(kernel, ranks) for kernel, _ in KERNELS for ranks in range(1, 9)]
+        reductions = (*shim_reduce.KERNELS, *shim_reduce.MORE_KERNELS)
+        jobs = [(kernel, ranks) for kernel in (*(k for k, _ in KERNELS), *reductions) for ranks in range(1, 9)]
         results = pool.map(lambda job: run(build.executable(*job), ("all",), seeds, timeout_s=None), jobs)
         failed = 0
         for (kernel, ranks), done in zip(jobs, results, strict=True):

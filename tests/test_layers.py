@@ -26,7 +26,7 @@ LAYERS = (
     ("comm", "work", "domains"),
     ("algorithms",),
     ("plan",),
-    ("ops", "reductions", "moe_ops", "moe", "gradients"),
+    ("ops", "reductions", "rms_norm", "moe_ops", "moe", "gradients"),
     ("clocks", "measure", "simulate"),
     ("integrations",),
     ("cli", "__main__"),

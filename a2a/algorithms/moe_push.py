@@ -47,9 +47,10 @@ if TYPE_CHECKING:
     from a2a.comm import Communicator
 
 _TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 128  # the kernels' own constants
-_TILE_BYTES = 4 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
+_TILE_BYTES = 1 << 10, 2 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
+_FEW_TOKENS = 256
 _TILER_BYTES = 112 << 10  # of a block's tiles
-_PIECE_BYTES = 2 << 10  # of a row that a summing warp takes at a time
+_SUM_DEEP, _SUM_BYTES = 4, 72 << 10  # vectors of a lane in a piece that a summing warp takes, at most; a block's pieces
 _SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
 # SMs of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
 _SENDERS, _SUMMERS = 12, 56
@@ -57,7 +58,8 @@ _CHUNK_BYTES = 8 << 20  # of tokens that a rank brings: long enough to hide a ga
 _MOST_CHUNKS = 60
 # How the chunks of a request are shared out among the kernels that work on them: the rest travels meanwhile.
 _SPREAD_GROUPS, _GATHER_GROUPS = (3, 2, 2), (2, 2, 2, 1)
-_PARTS = ("send", "expand", "sum")
+_PARTS = ("send", "expand", "dots", "sum")
+_DOT_THREADS, _DOT_SPOTS, _DOT_DEEP = 320, 10, 4  # moe_push_dots: a block's threads; a warp's pieces, and their size
 _STAGING_BYTES, _MOST_STAGING_BYTES = 256 << 20, 2 << 30  # for a peer, for all of them
 _MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
 _NO_LIMIT = 0xFFFFFFFF
@@ -179,7 +181,7 @@ class PushExchange(MoeExchange):
         self._asks = spec.asks()
         self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)
         self._tickets = itertools.count(1)
-        self._events = [_event(self._lib) for _ in range(g.chunks + 3)]
+        self._events = [cuda.event() for _ in range(g.chunks + 3)]
         self._sequences: dict[Any, tuple[Any, int]] = {}
         self._closed = False
         torch.cuda.synchronize(device)  # the workspace and homes are there before any stream uses them
@@ -188,7 +190,7 @@ class PushExchange(MoeExchange):
 
     def _load(self, planner_bytes: int) -> None:
         spec, g, place = self._spec, self._geometry, self._transport.place
-        tile_bytes = _TILE_BYTES[0] if g.chunks == 1 else _TILE_BYTES[1]
+        tile_bytes = _TILE_BYTES[(g.chunks > 1) + (spec.max_tokens > _FEW_TOKENS)]
         defines = {
             "WORLD": self._comm.world_size, "TOP_K": spec.top_k, "HIDDEN": spec.hidden, "DTYPE": DTYPE_CODE[spec.dtype],
             "WIRE": WIRE_CODE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
@@ -196,6 +198,12 @@ class PushExchange(MoeExchange):
             "WIDE_SUMS": int(spec.wide_sums), "TEAM": _TEAM, "TILE_BYTES": tile_bytes,
             "SPOTS": max(8, spec.top_k),
         }  # fmt: skip
+        ring_bytes = (
+            _SUM_THREADS // 32 * defines["SPOTS"] * 512 * (2 if spec.wide_sums else 1)
+        )  # with one vector a lane
+        deep = defines["SUM_DEEP"] = max(
+            d for d in (1, 2, 4) if d == 1 or (d <= _SUM_DEEP and d * ring_bytes <= _SUM_BYTES)
+        )
         sms = torch.cuda.get_device_properties(place.device).multi_processor_count
         most = sms if spec.num_sms is None else min(sms, spec.num_sms)
         expanders, finishers = max(1, most - g.senders) * 2, most * _SUMS_A_SM
@@ -209,27 +217,28 @@ class PushExchange(MoeExchange):
         for suffix in ["", "_gradient", *quantised]:
             self._add(modules["send"], f"send{suffix}", cuda_params.Send, g.senders, _TEAM * _TEAMS,
                       0 if suffix == "_gradient" else planner_bytes * _TEAMS)  # fmt: skip
-        for suffix in ["_gradient", "_gradient_weighted", "_gradient_dots", *(["", *quantised] if spec.wire else [])]:
+        for suffix in ["_gradient", "_gradient_weighted", *(["", *quantised] if spec.wire else [])]:
             self._add(modules["expand"], f"expand{suffix}", cuda_params.Expand, expanders, _EXPAND_THREADS)
         if not spec.wire:
             tile = _round(-(-spec.row_bytes // -(-spec.row_bytes // tile_bytes)), 16)
             tilers = min(16, _TILER_BYTES // tile)
             self._add(modules["expand"], "expand", cuda_params.Expand, expanders, 32 * tilers, tilers * tile)
+        dot_bytes = _DOT_THREADS // 32 * _DOT_SPOTS * 512 * _DOT_DEEP
+        self._add(modules["dots"], "gradient_dots", cuda_params.Expand, expanders // 2, _DOT_THREADS, dot_bytes)
         self._add(modules["expand"], "gate", cuda_params.Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", cuda_params.Counts, 1, 1024)
         self._add(modules["expand"], "refuse", cuda_params.Gate, 1, 128)
-        widths = 2 if spec.wide_sums else 1
-        ring_bytes = _SUM_THREADS // 32 * defines["SPOTS"] * _PIECE_BYTES * widths
         for suffix in ["", "_weighted"]:
-            self._add(modules["sum"], f"sum{suffix}", cuda_params.Sum, g.summers, _SUM_THREADS, ring_bytes)
-            self._add(modules["sum"], f"finish{suffix}", cuda_params.Sum, finishers, _SUM_THREADS, ring_bytes)
+            self._add(modules["sum"], f"sum{suffix}", cuda_params.Sum, g.summers, _SUM_THREADS, deep * ring_bytes)
+            self._add(modules["sum"], f"finish{suffix}", cuda_params.Sum, finishers, _SUM_THREADS, deep * ring_bytes)
 
     def _add(self, module: Any, name: str, params: Any, grid: int, block: int, shared_bytes: int = 0) -> None:
         place, values = self._transport.place, params()
+        behind = not name.startswith(("send", "sum", "refuse"))
         call = cuda.Call(
             function=module.function(f"moe_push_{name}", shared_bytes), context=place.context, failure=place.host,
             params=ctypes.addressof(values), params_bytes=ctypes.sizeof(values), grid=grid, block=block,
-            shared_bytes=shared_bytes, programmatic=int(self._geometry.chunks == 1 and name[:4] in ("gate", "expa", "fini")),
+            shared_bytes=shared_bytes, programmatic=int(self._geometry.chunks == 1 and behind),
         )  # fmt: skip
         self._calls[name] = (call, values)
 
@@ -420,7 +429,7 @@ class PushExchange(MoeExchange):
         m = self._begin("combine", num_tokens, origins.plan)
         for name in (f"sum{suffix}", f"finish{suffix}"):
             self._set(m, name, rows=rows_RH.data_ptr(), weights=_pointer(weights_R), row_grads=0, ids=0, y=y.data_ptr(),
-                      weight_grads=0, compact=0)  # fmt: skip
+                      weight_grads=0, compact=0, brings=0)  # fmt: skip
         self._set(m, "gate")
         self._run("combine", ("combine", suffix), lambda: self._gather(f"sum{suffix}", f"finish{suffix}"))
         return y
@@ -430,7 +439,9 @@ class PushExchange(MoeExchange):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grad_TH, rows_RH = _aligned(grad_TH), None if rows_RH is None else _aligned(rows_RH)
         num_tokens, num_rows, device = grad_TH.shape[0], origins.row_rank_R.shape[0], self._comm.device
-        expand = "expand_gradient" + ("_dots" if rows_RH is not None else "" if weights_R is None else "_weighted")
+        expand = (
+            "gradient_dots" if rows_RH is not None else "expand_gradient" + ("" if weights_R is None else "_weighted")
+        )
         grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype, device=device)
         make = torch.zeros if rows_RH is None else torch.empty
         grad_weights = make(num_rows, dtype=torch.float32, device=device)
@@ -455,7 +466,8 @@ class PushExchange(MoeExchange):
         for name in ("sum", "finish"):
             self._set(m, name, rows=grad_rows.data_ptr(), weights=0, row_grads=grad_weights_R.data_ptr(),
                       ids=origins.topk_ids_TK.data_ptr(), y=grad_x.data_ptr(), weight_grads=grad_weights.data_ptr(),
-                      compact=int(spec.layout == "compact"), compact_rows=grad_rows.shape[0])  # fmt: skip
+                      compact=int(spec.layout == "compact"), compact_rows=grad_rows.shape[0],
+                      brings=1)  # fmt: skip
         self._set(m, "gate")
         self._run("dispatch_backward", ("dispatch_backward",), lambda: self._gather("sum", "finish"))
         return grad_x, grad_weights
@@ -474,13 +486,6 @@ class PushExchange(MoeExchange):
             self._transport.outlive(self._workspace, self._homes)
             for event in self._events:
                 self._lib.a2a_cuda_event_free(event)
-
-
-def _event(library: Any) -> int:
-    event = c_void_p()
-    cuda.check(library.a2a_cuda_event(ctypes.byref(event)), "cuEventCreate")
-    assert event.value is not None
-    return event.value
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:

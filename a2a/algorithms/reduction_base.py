@@ -67,7 +67,10 @@ class Reduction(Algorithm):
         """Start it and return Work, which calls `finish` when done."""
 
     def prepare(self, comm: Communicator, asked: Request, request: int, output: torch.Tensor) -> Any:
-        """What the ops' fast way may call for tensors of this size; None: nothing. It has `call` and `address`."""
+        """What the ops' fast way may call for tensors of this size; None: nothing.
+
+        It has `call(address, output, input)`, which returns 0 or a failure, `address` and `device`.
+        """
         return None
 
     @abstractmethod
@@ -83,6 +86,7 @@ class _Prepared:
     """A call whose tensors may change."""
 
     __slots__ = ("address", "call", "struct")
+    device: ClassVar[int] = -1  # torch's number for a CPU
 
     def __init__(self, struct: cpu.Reduction) -> None:
         self.struct = struct

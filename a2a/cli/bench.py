@@ -90,8 +90,6 @@ class Request:
                 f"--against mpi: {'the MoE layer' if self.op == 'moe' else self.op} is compared with gloo; all_to_all and "
                 f"all_to_allv are with MPI"
             )
-        if self.op in ("all_reduce", "reduce_scatter", "all_gather") and self.device != "cpu":
-            raise ValueError(f"bench {self.op}: a2a's kernels for it are for CPUs; use --device cpu")
         others = [name for name in self.against if name not in BASELINES[self.device]]
         if others:
             raise ValueError(
@@ -201,7 +199,8 @@ def _exchange_cells(request: Request, control: Control, here: Site, emit: Emit) 
         for name in request.dtypes
         for size in request.sizes
     ]
-    with _windows(request, cells, here) as windows:
+    largest = max(max(max(map(sum, zip(*e.counts, strict=True))) * e.dtype.itemsize, e.num_bytes) for e in cells)
+    with _windows(request, largest, here) as windows:
         for memory, exchange in itertools.product(request.memories, cells):
             dtype = str(exchange.dtype).removeprefix("torch.")
             emit({"begin": f"{request.op} {show.size_text(exchange.num_bytes)} {dtype}, {memory}"})
@@ -238,6 +237,9 @@ def _reduction_cells(request: Request, control: Control, here: Site, emit: Emit)
     from a2a.cli import reductions
     from a2a.measure import Cell
 
+    if here.device.type == "cuda":
+        _cuda_reduction_cells(request, control, here, emit)
+        return
     group = dist.new_group(backend="a2a") if request.through == "dist" else None
     for memory, name, size in itertools.product(request.memories, request.dtypes, request.sizes):
         reduction = reductions.Reduction.of_bytes(request.op, size, parse.dtype(name), control.rank, control.world_size)
@@ -264,6 +266,44 @@ def _reduction_cells(request: Request, control: Control, here: Site, emit: Emit)
             del contenders  # their tensors live in memory that the communicator takes back
 
 
+def _cuda_reduction_cells(request: Request, control: Control, here: Site, emit: Emit) -> None:
+    import torch.distributed as dist
+
+    import a2a
+    from a2a.cli import nccl_reductions
+    from a2a.cli.reductions import Reduction
+    from a2a.measure import Cell
+
+    group = dist.new_group(backend="a2a") if request.through == "dist" else None
+    cells = [
+        Reduction.of_bytes(request.op, size, parse.dtype(name), control.rank, control.world_size)
+        for name in request.dtypes
+        for size in request.sizes
+    ]
+    with _windows(request, nccl_reductions.window_bytes(cells), here) as windows:
+        for memory, reduction in itertools.product(request.memories, cells):
+            dtype = str(reduction.dtype).removeprefix("torch.")
+            emit({"begin": f"{request.op} {show.size_text(reduction.num_bytes)} {dtype}, {memory}"})
+            with a2a.communicator(here.group, device=here.device) as comm:
+                if group is None:
+                    contenders = [nccl_reductions.a2a_contender(reduction, comm, memory)]
+                else:
+                    contenders = [nccl_reductions.dist_contender("a2a", reduction, group, here.device)]
+                if "nccl" in request.against:
+                    contenders.append(nccl_reductions.dist_contender("nccl", reduction, here.group, here.device))
+                contenders += [nccl_reductions.window_contender(name, reduction, w) for name, w in windows.items()]
+                cell = Cell(
+                    op=request.op,
+                    num_bytes=reduction.num_bytes,
+                    dtype=dtype,
+                    ranks=control.world_size,
+                    case={"memory": memory, "through": request.through, **_place(request, comm)},
+                    env=environment_of(request, comm, here),
+                )
+                _measure(request, cell, contenders, control, here, emit)
+                del contenders  # their tensors live in memory that the communicator takes back
+
+
 def _cuda_baselines(
     request: Request, exchange: Exchange, comm: Communicator, control: Control, here: Site, windows: Windows
 ) -> list[Contender]:
@@ -279,17 +319,15 @@ def _cuda_baselines(
 
 
 @contextlib.contextmanager
-def _windows(request: Request, cells: Sequence[Exchange], here: Site) -> Iterator[Windows]:
+def _windows(request: Request, num_bytes: int, here: Site) -> Iterator[Windows]:
     """NCCL's symmetric windows, large enough for every cell: they are registered once."""
     if here.group is None:
         yield {}
         return
     from a2a.cli.nccl_contenders import NcclWindow
 
-    largest = max(max(map(sum, zip(*e.counts, strict=True))) * e.dtype.itemsize for e in cells)
-    largest = max(largest, *(e.num_bytes for e in cells))
     windows: Windows = {
-        name: NcclWindow(largest, here.device, no_sms=name == "nccl_ce")
+        name: NcclWindow(num_bytes, here.device, no_sms=name == "nccl_ce")
         for name in ("nccl_symm", "nccl_ce")
         if name in request.against
     }

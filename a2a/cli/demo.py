@@ -228,7 +228,7 @@ def _dense(x_TH: Tensor, weights: _Weights, top_k: int) -> Tensor:
     import torch
 
     values, ids = (x_TH @ weights.router_HE).softmax(dim=-1).topk(top_k, dim=-1)
-    gates_TE = torch.zeros(len(x_TH), weights.router_HE.shape[1], dtype=x_TH.dtype).scatter(1, ids, values)
+    gates_TE = x_TH.new_zeros(len(x_TH), weights.router_HE.shape[1]).scatter(1, ids, values)
     hidden_ETF = torch.nn.functional.gelu(torch.einsum("th,ehf->etf", x_TH, weights.up_EHF))
     y_TH: Tensor = torch.einsum("te,etf,efh->th", gates_TE, hidden_ETF, weights.down_EFH)
     return y_TH

@@ -289,22 +289,18 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def _reducing(self, kind: str, tensor: Tensor | None, reduce_op: Any) -> Communicator | None:
         """What reduces or gathers `tensor`; None: the inner backend."""
-        if (
-            tensor is None
-            or type(tensor) not in _PLAIN
-            or tensor.device.type != "cpu"
-            or tensor.layout != torch.strided
-        ):
+        if tensor is None or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
             return None
         if getattr(self._thread, "inside", False):
             return None
-        comm = self._comms.get("cpu") or self._find(tensor.device)
-        reason = self._refusals["cpu"] if comm is None else why_handed_over(comm, kind, tensor, reduce_op)
+        device_type = tensor.device.type
+        comm = self._comms.get(device_type) or self._find(tensor.device)
+        reason = self._refusals[device_type] if comm is None else why_handed_over(comm, kind, tensor, reduce_op)
         if reason is not None:
-            key = f"{kind}, cpu: {reason}"
+            key = f"{kind}, {device_type}: {reason}"
             self._handed_over[key] = self._handed_over.get(key, 0) + 1
             return None
-        self._calls["cpu"] += 1
+        self._calls[device_type] += 1
         return comm
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]  # as above

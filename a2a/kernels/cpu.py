@@ -20,6 +20,7 @@ from ctypes import (
     Structure,
     c_char_p,
     c_double,
+    c_float,
     c_int,
     c_int32,
     c_int64,
@@ -100,6 +101,12 @@ class Reduction(Structure):
     )
 
 
+class Norm(Structure):
+    """`a2a_norm`: an all-reduce with a residual add and RMSNorm, prepared."""
+
+    _fields_ = (("reduction", Reduction), ("columns", c_uint32), ("eps", c_float))
+
+
 _P, _U32, _U64, _N = c_void_p, c_uint32, c_uint64, c_size_t
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -136,7 +143,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_all_to_all_again": (c_int, (_P, _P, _P)),
     "a2a_all_to_all": (c_int, (_P, _U32, _P, _P, _P, _P)),
     "a2a_one_shot_bytes": (_N, ()),
+    "a2a_two_shot_row_bytes": (_N, (_P,)),
     "a2a_reduce": (c_int, (_P, _P, _P)),
+    "a2a_reduce_norm": (c_int, (_P, _P, _P, _P, _P, _P)),
     "a2a_submit_reduction": (_P, (_P, _P, _P)),
     "a2a_submit": (_P, (_P, _U32, _P, _P, _P, _P)),
     "a2a_submit_refusal": (_P, (_P, _U32, c_char_p)),

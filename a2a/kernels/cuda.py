@@ -57,9 +57,9 @@ class Call(Structure):
 
 
 class Step(Structure):
-    """`a2a_cuda_step`: a launch, or an event that is recorded or waited for, on one of a sequence's streams."""
+    """`a2a_cuda_step`: a launch, an event that is recorded or waited for, or a copy, on one of a sequence's streams."""
 
-    LAUNCH, RECORD, WAIT = 0, 1, 2
+    LAUNCH, RECORD, WAIT, COPY = 0, 1, 2, 3
     _fields_ = (
         ("kind", c_uint32),
         ("stream", c_uint32),
@@ -186,6 +186,14 @@ def _compile(nvrtc: Any, name: str, source: str, headers: Mapping[str, str], opt
         return cubin
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def event() -> int:
+    """A new event without a time, in the current context. `a2a_cuda_event_free` frees it."""
+    made = c_void_p()
+    check(lib().a2a_cuda_event(ctypes.byref(made)), "cuEventCreate")
+    assert made.value is not None
+    return made.value
 
 
 class Module:

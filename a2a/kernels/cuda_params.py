@@ -56,5 +56,7 @@ Expand = _params(
     "capacity compact_capacity first_chunk end_chunk own_first own_end credits last",
 )
 Sum = _params(
-    "Sum", "rows weights row_grads ids y weight_grads", "compact compact_rows first_chunk end_chunk credits last"
+    "Sum",
+    "rows weights row_grads ids y weight_grads",
+    "compact compact_rows brings unused first_chunk end_chunk credits last",
 )

@@ -105,7 +105,11 @@ class Transport(ABC):
 
     @abstractmethod
     def failed(self) -> bool:
-        """Whether the first failure has happened, on whichever rank."""
+        """Whether this rank's last call knew of a failure, on whichever rank."""
+
+    def told(self) -> bool:
+        """Whether a failure has happened, known to this rank's calls or not. May take some microseconds."""
+        return self.failed()
 
     def fail(self, cause: Cause, message: str) -> None:
         """Break the communicator on purpose, with a reason that reaches every rank, if the transport can carry one."""

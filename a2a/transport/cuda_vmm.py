@@ -19,7 +19,6 @@ Decisions:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -31,16 +30,19 @@ from typing import Any, ClassVar
 import torch
 
 from a2a.errors import A2AError, MismatchError, PeerTimeoutError, RowOverflowError, UnsupportedError
-from a2a.kernels import cuda
+from a2a.kernels import cuda, cuda_requests
 from a2a.kernels.cpu import Cause
 from a2a.topology import Topology
 from a2a.transport.base import SymmetricBuffer, Transport, Wiring, not_one_domain
 from a2a.transport.fd_link import FdLink
 
 _CONTROL_BYTES = 128 << 10
-_STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20
+_STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20  # of all-to-alls
+_REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK = 144 << 20, 36 << 20  # of reductions and all-gathers
+_NORM_BYTES, _NORM_BYTES_A_RANK = 128 << 20, 32 << 20  # of all-reduces with a norm
 _OK_AT, _CLOSED_AT = 8, 16  # in the control block
 _LATE_AT = _CLOSED_AT + 8 * 1024 + 4 * 32  # behind `closed` and `epoch`; three words a rank
+_HEADERS_AT, _HEADER_WORDS = _LATE_AT + 24 * 1024, 8  # two a rank
 _BROKEN = " The communicator is broken since then; close it and make a new one."
 
 
@@ -183,6 +185,11 @@ class CudaVmm(Transport):
     def open(cls, wiring: Wiring) -> CudaVmm:
         return cls(wiring)
 
+    @staticmethod
+    def reduction_bytes(world_size: int) -> int:
+        """Of `reduction_staging` on each rank."""
+        return min(_REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK * world_size)
+
     def __init__(self, wiring: Wiring) -> None:
         self.rank, self.world_size, self.timeout_s = wiring.rank, wiring.world_size, wiring.timeout_s
         self._exchange = wiring.exchange
@@ -197,6 +204,7 @@ class CudaVmm(Transport):
         self._eager = self._last = 0  # of the last call that ran, and of the last one at all
         self._sides: list[torch.cuda.Stream] = []
         torch.cuda.synchronize(self.device)  # makes the context current
+        self._looking: torch.cuda.Stream | None = None
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._record = c_uint64.from_address(self._host.data_ptr())
         facts = torch.cuda.get_device_properties(self.device)
@@ -219,7 +227,14 @@ class CudaVmm(Transport):
         self._control = self._windows.view(self.rank, 0, _CONTROL_BYTES).tensor()
         self._ok = self._control[_OK_AT : _OK_AT + 4].view(torch.int32).squeeze(0)
         self._ok.fill_(1)
-        self.staging = self.alloc(min(_STAGING_BYTES, _STAGING_BYTES_A_RANK * self.world_size), "staging")
+        size = min(_STAGING_BYTES, _STAGING_BYTES_A_RANK * self.world_size)
+        more = self.reduction_bytes(self.world_size)
+        norms = min(_NORM_BYTES, _NORM_BYTES_A_RANK * self.world_size)
+        all_of_them = self.alloc(size + more + norms, "staging")
+        address, pointer = all_of_them.address, all_of_them.pointer
+        self.staging = SymmetricBuffer(address, pointer, size)
+        self.reduction_staging = SymmetricBuffer(address + size, pointer + size, more)
+        self.norm_staging = SymmetricBuffer(address + size + more, pointer + size + more, norms)
         torch.cuda.synchronize(self.device)
         self._agree("ready", "")
 
@@ -371,8 +386,7 @@ class CudaVmm(Transport):
 
     def request(self, agree: str, row_bytes: int, text: str) -> int:
         """Register what a call asks for. `row_bytes` is not compared here: the sizes of the pieces are."""
-        digest = int.from_bytes(hashlib.sha256(agree.encode()).digest()[:4], "little") or 1
-        key = (digest, text)
+        key = (cuda_requests.digest_of(agree), text)
         if key not in self._numbers:
             self._numbers[key] = len(self._requests)
             self._requests.append(key)
@@ -385,6 +399,23 @@ class CudaVmm(Transport):
     def failed(self) -> bool:
         return self._closed or self._record.value != 0
 
+    def told(self) -> bool:
+        if self.failed() or torch.cuda.is_current_stream_capturing():
+            return self.failed()
+        seen = self._look(0, 8).view(torch.int64)
+        if seen.item() and not self.failed():
+            self._host.copy_(seen)  # as this rank's next kernel would have
+        return self.failed()
+
+    def _look(self, begin: int, end: int) -> torch.Tensor:
+        """Bytes of the control block. On a stream that follows none: what users have launched may run on."""
+        if self._looking is None:
+            self._looking = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._looking):
+            seen = self._control[begin:end].to("cpu", non_blocking=True)
+        self._looking.synchronize()
+        return seen
+
     def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
         if self._closed:
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
@@ -394,11 +425,12 @@ class CudaVmm(Transport):
             return
         cause, by, who, text = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF, record & 0xFFFF
         asked = self._requests[text][1] if text < len(self._requests) and by == self.rank else op
+        difference = self._difference(by, who) if cause == Cause.MISMATCH else None
         messages: dict[int, str] = {
             Cause.TIMEOUT: f"rank {by} waited {self.timeout_s:.1f} s for rank {who} in {asked}. Rank {who} may have died or "
             f"taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S.",
             Cause.CLOSED: f"rank {who} has closed this communicator: rank {by} was waiting for it in {asked}.",
-            Cause.MISMATCH: f"rank {by} called {asked}, rank {who} something else: another op or dtype.",
+            Cause.MISMATCH: difference or f"rank {by} called {asked}, rank {who} something else.",
             Cause.SPLITS: f"split sizes disagree: what rank {by} in {asked} or rank {who} sends, the other does not expect.",
             Cause.OVERFLOW: f"rank {by} received more rows than max_rows in {asked}; raise max_rows, or pass "
             f"overflow='drop'.",
@@ -412,6 +444,22 @@ class CudaVmm(Transport):
         if cause == Cause.OVERFLOW:
             raise RowOverflowError(told)
         raise MismatchError(told, rank=self.rank, peer=who if by == self.rank else by, op=asked)
+
+    def _difference(self, by: int, who: int) -> str | None:
+        """What two ranks have called, as far as their signals are here and tell."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        size = 4 * 2 * _HEADER_WORDS * self.world_size
+        words = self._look(_HEADERS_AT, _HEADERS_AT + size).view(torch.int32).view(-1, 2, _HEADER_WORDS).tolist()
+        for headers in zip(words[by], words[who], strict=True):
+            one, other = ([word & 0xFFFFFFFF for word in header] for header in headers)
+            if one[0] == other[0] != 0 and one[1] != other[1]:  # of one epoch
+                return f"rank {by} called {self._told(one)}, rank {who} {self._told(other)}."
+        return None
+
+    def _told(self, header: list[int]) -> str:
+        known = next((text for digest, text in self._requests if digest == header[1]), None)
+        return known or cuda_requests.told(header) or "another collective"
 
     def ok_word(self) -> torch.Tensor:
         return self._ok

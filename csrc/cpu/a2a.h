@@ -93,9 +93,19 @@ typedef struct {
   uint64_t
       count;  // elements of the tensor (all-reduce) or of a rank's share (reduce-scatter); bytes of a share (all-gather)
 } a2a_reduction;
-A2A_API size_t a2a_one_shot_bytes(void);  // the most that a rank may put into a one-shot
+A2A_API size_t a2a_one_shot_bytes(void);              // the most that a rank may put into a one-shot
+A2A_API size_t a2a_two_shot_row_bytes(a2a_context*);  // the longest row that a two-shot of rows takes
 A2A_API int a2a_reduce(const a2a_reduction*, void* out, const void* in);
 A2A_API a2a_ticket* a2a_submit_reduction(const a2a_reduction*, void* out, const void* in);
+typedef struct {
+  a2a_reduction reduction;  // an all-reduce by sum of float32, bfloat16 or float16; count is a multiple of columns
+  uint32_t columns;         // of a row
+  float eps;
+} a2a_norm;
+// residual_out = residual + all-reduce of in, out = RMSNorm of its rows * weight (simd_norm.h). out and residual_out may each be in
+// or residual.
+A2A_API int a2a_reduce_norm(const a2a_norm*, void* out, void* residual_out, const void* in, const void* residual,
+                            const void* weight);
 
 // --- the same, on the progress thread: first in first out with all else on this context
 A2A_API a2a_ticket* a2a_submit(a2a_context*, uint32_t request, void* const* out, const uint64_t* recv_bytes,
@@ -181,12 +191,13 @@ typedef struct {                                 // a launch, prepared: a foreig
 A2A_API int a2a_cuda_launch(const a2a_cuda_call*, void* stream, uint64_t first,
                             uint64_t second);  // -1: *failure is set
 
-// Several launches, on several streams: what one collective of more than one kernel is.
-enum { A2A_CUDA_LAUNCH = 0, A2A_CUDA_RECORD = 1, A2A_CUDA_WAIT = 2 };
+// Several launches and copies, on several streams: what one collective of more than one kernel is.
+enum { A2A_CUDA_LAUNCH = 0, A2A_CUDA_RECORD = 1, A2A_CUDA_WAIT = 2, A2A_CUDA_COPY = 3 };
 typedef struct {
   uint32_t kind, stream;                     // which of `streams`
-  void* what;                                // a2a_cuda_call, or an event
-  uint32_t patch_at, patch_words, patch[6];  // words that replace the parameters' from that byte on
+  void* what;                                // a2a_cuda_call, or an event; a copy: where to
+  uint32_t patch_at, patch_words, patch[6];  // words that replace the parameters' from that byte on; a copy: two 64-bit
+                                             // words, where from and how many bytes
 } a2a_cuda_step;
 A2A_API int a2a_cuda_run(const a2a_cuda_step* steps, uint32_t count, void* const* streams);
 A2A_API int a2a_cuda_event(void** event);

@@ -58,6 +58,7 @@ struct Driver {
   CuResult (*event_destroy)(Handle event);
   CuResult (*event_record)(Handle event, Handle stream);
   CuResult (*stream_wait)(Handle stream, Handle event, unsigned flags);
+  CuResult (*copy)(std::uint64_t to, std::uint64_t from, std::size_t bytes, Handle stream);
 };
 
 Driver g_driver;
@@ -84,7 +85,8 @@ int a2a_cuda_open(void) {
            find(library, d.context_get, "cuCtxGetCurrent") && find(library, d.context_push, "cuCtxPushCurrent_v2") &&
            find(library, d.context_pop, "cuCtxPopCurrent_v2") && find(library, d.error_string, "cuGetErrorString") &&
            find(library, d.event_create, "cuEventCreate") && find(library, d.event_destroy, "cuEventDestroy_v2") &&
-           find(library, d.event_record, "cuEventRecord") && find(library, d.stream_wait, "cuStreamWaitEvent");
+           find(library, d.event_record, "cuEventRecord") && find(library, d.stream_wait, "cuStreamWaitEvent") &&
+           find(library, d.copy, "cuMemcpyDtoDAsync_v2");
   return g_open ? 0 : kNoDriver;
 }
 
@@ -194,6 +196,10 @@ int a2a_cuda_run(const a2a_cuda_step* steps, uint32_t count, void* const* stream
       error = current.error ? current.error : launch(call, stream);
     } else if (step.kind == A2A_CUDA_RECORD) {
       error = g_driver.event_record(step.what, stream);
+    } else if (step.kind == A2A_CUDA_COPY) {
+      std::uint64_t from_bytes[2];
+      std::memcpy(from_bytes, step.patch, sizeof from_bytes);
+      error = g_driver.copy(reinterpret_cast<std::uint64_t>(step.what), from_bytes[0], from_bytes[1], stream);
     } else {
       error = g_driver.stream_wait(stream, step.what, 0);
     }

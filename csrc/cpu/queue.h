@@ -18,13 +18,15 @@ struct Pair {
 
 // all_to_all_pairwise.cpp. The caller holds the lock.
 int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, bool inline_call);
-// reduce_one_shot.cpp, reduce_two_shot.cpp; `run_reduction` is either.
+struct Norm;
+// reduce_one_shot.cpp, reduce_two_shot.cpp; `run_reduction` is either. With a Norm, `out` is its residual_out.
 int reduce_one_shot(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
-                    bool inline_call);
+                    bool inline_call, const Norm* norm = nullptr);
 int reduce_two_shot(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
-                    bool inline_call);
+                    bool inline_call, const Norm* norm = nullptr);
+std::size_t two_shot_row_bytes(const Context& c);  // the longest that it takes
 int run_reduction(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
-                  bool inline_call);
+                  bool inline_call, const Norm* norm = nullptr);
 int refuse(Context& c, const Request& request, const char* why, bool inline_call);
 
 }  // namespace a2a

@@ -2,6 +2,7 @@
 //   all-reduce      out[i] = in_0[i] op in_1[i] op ...                      rank order, from the first term
 //   reduce-scatter  the same for the rank's own share of the inputs
 //   all-gather      out[r] = in_r                                           bytes
+//   With a Norm, the all-reduce's rows go on to it.
 //   Sums of bfloat16 and float16 are taken in float32 and rounded once: the same bits on every rank and as two-shot's.
 // Cost     1 step; input bytes stored once, loaded by every rank
 // Buffers  in and out private, out may be in; inputs cross in the ranks' input slots, two a rank
@@ -12,6 +13,7 @@
 #include <cstring>
 
 #include "a2a.h"
+#include "norm.h"
 #include "queue.h"
 #include "signal.h"
 #include "simd.h"
@@ -19,7 +21,7 @@
 namespace a2a {
 
 int reduce_one_shot(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
-                    bool inline_call) {
+                    bool inline_call, const Norm* norm) {
   const std::uint32_t P = c.world, me = c.rank;
   const std::size_t element = call.kind == A2A_ALL_GATHER ? 1 : dtype_bytes(call.dtype);
   const std::size_t share = call.count * element, bytes = call.kind == A2A_REDUCE_SCATTER ? share * P : share;
@@ -42,16 +44,17 @@ int reduce_one_shot(Context& c, const Request& request, const a2a_reduction& cal
   } else if (bytes) {
     const void** terms = static_cast<const void**>(__builtin_alloca(P * sizeof(void*)));
     for (std::uint32_t p = 0; p < P; p++) terms[p] = c.input(p, e) + (call.kind == A2A_REDUCE_SCATTER ? me * share : 0);
-    simd().reduce(call.dtype, call.reduce, out, terms, P, call.count);
+    if (!norm) simd().reduce(call.dtype, call.reduce, out, terms, P, call.count);
+    for (std::size_t at = 0; norm && at < bytes; at += norm->row_bytes()) norm->reduce(terms, at, at);
   }
   c.bytes_eager += bytes * (P - 1);
   return kOk;
 }
 
 int run_reduction(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
-                  bool inline_call) {
+                  bool inline_call, const Norm* norm) {
   if (call.kind > A2A_ALL_GATHER || call.dtype >= kDtypes || call.reduce >= kReduceOps) return kInvalid;
-  return (call.two_shot ? reduce_two_shot : reduce_one_shot)(c, request, call, out, in, inline_call);
+  return (call.two_shot ? reduce_two_shot : reduce_one_shot)(c, request, call, out, in, inline_call, norm);
 }
 
 }  // namespace a2a
@@ -59,6 +62,29 @@ int run_reduction(Context& c, const Request& request, const a2a_reduction& call,
 using namespace a2a;
 
 size_t a2a_one_shot_bytes(void) { return kOneShotBytes; }
+size_t a2a_two_shot_row_bytes(a2a_context* h) { return two_shot_row_bytes(*reinterpret_cast<Context*>(h)); }
+
+int a2a_reduce_norm(const a2a_norm* call, void* out, void* residual_out, const void* in, const void* residual,
+                    const void* weight) {
+  const a2a_reduction& reduction = call->reduction;
+  Context& c = *reinterpret_cast<Context*>(reduction.context);
+  if (reduction.kind != A2A_ALL_REDUCE || reduction.reduce != kSum || reduction.dtype > kFloat16 || !call->columns ||
+      call->columns > kNormColumns || reduction.count % call->columns)
+    return kInvalid;
+  const void** terms = static_cast<const void**>(__builtin_alloca(c.world * sizeof(void*)));
+  const Norm norm{*call,
+                  static_cast<std::uint8_t*>(out),
+                  static_cast<std::uint8_t*>(residual_out),
+                  static_cast<const std::uint8_t*>(residual),
+                  weight,
+                  c.world,
+                  terms};
+  if (reduction.two_shot && norm.row_bytes() > two_shot_row_bytes(c)) return kInvalid;
+  lock(c, true);
+  const int rc = run_reduction(c, c.requests[reduction.request % kTexts], reduction, residual_out, in, true, &norm);
+  unlock(c);
+  return rc;
+}
 
 int a2a_reduce(const a2a_reduction* call, void* out, const void* in) {
   Context& c = *reinterpret_cast<Context*>(call->context);

@@ -2,6 +2,8 @@
 //   all-reduce      share r of out = in_0 op in_1 op ... of share r, for all r      rank order, from the first term
 //   reduce-scatter  the first half: rank r keeps its share.    all-gather: the second half, share r is rank r's input, as bytes
 //   Sums of bfloat16 and float16 are taken in float32 and rounded once: the same bits on every rank and as one-shot's.
+//   With a Norm    shares and units are whole rows. What is published are rows of residual_out, each unit's scales behind them; who
+//                  takes them norms them itself: half the bytes of two outputs. They are never stored into a peer's memory.
 // Ways     in    symmetric: peers load their share of it; else it goes through the pair rings, unit by unit
 //          out   symmetric: peers store their share into it; else it is read from their publication rings
 //          Each rank's own kinds of memory decide, which its entry tells everybody: ranks may mix them.
@@ -21,6 +23,7 @@
 #include <cstring>
 
 #include "a2a.h"
+#include "norm.h"
 #include "publication.h"
 #include "queue.h"
 #include "signal.h"
@@ -34,13 +37,16 @@ constexpr std::size_t kLeastUnit = 16 << 10;  // below, signals cost more than w
 // Where the shares lie: share p of a whole tensor, or the only one of a tensor that is a share.
 struct Shares {
   std::size_t total, each, unit;  // bytes
-  Shares(const a2a_reduction& call, std::uint32_t P, std::size_t slot_bytes) {
+  Shares(const a2a_reduction& call, std::uint32_t P, std::size_t slot_bytes, std::size_t row_bytes) {
     const std::size_t bytes = call.count * (call.kind == A2A_ALL_GATHER ? 1 : dtype_bytes(call.dtype));
     each = call.kind == A2A_ALL_REDUCE ? align_up(ceil_div(bytes, P), kLine) : bytes;
     total = call.kind == A2A_ALL_REDUCE ? bytes : bytes * P;
     unit = align_up(each / 4, kPage);
     if (unit < kLeastUnit) unit = kLeastUnit;
     if (unit > slot_bytes) unit = slot_bytes;
+    if (!row_bytes) return;
+    each = ceil_div(total / row_bytes, P) * row_bytes;
+    unit = unit < row_bytes ? row_bytes : unit / row_bytes * row_bytes;
   }
   std::size_t at(std::uint32_t p) const { return p * each < total ? p * each : total; }
   std::size_t bytes(std::uint32_t p) const { return total - at(p) < each ? total - at(p) : each; }
@@ -71,6 +77,7 @@ struct TwoShot {
   const a2a_reduction& call;
   const std::uint8_t* in;
   std::uint8_t* out;
+  const Norm* norm;  // or null
   const Shares shares;
   const bool reduces, gathers;
   const std::uint32_t e, me, P;
@@ -143,7 +150,10 @@ struct TwoShot {
           terms[p] = c.ring(me, p, word(Geometry::kConsumed, p, me).load(std::memory_order_relaxed));
       }
       if (mutant(kEarlyConsume)) consume();
-      simd().reduce(call.dtype, call.reduce, mine, terms, P, bytes / dtype_bytes(call.dtype));
+      if (norm)
+        norm_rows(u, bytes);
+      else
+        simd().reduce(call.dtype, call.reduce, mine, terms, P, bytes / dtype_bytes(call.dtype));
       if (any_readable) {
         // A peer that has failed may have gone on and changed what was being read. It records the failure before it does.
         std::atomic_thread_fence(std::memory_order_acquire);
@@ -157,7 +167,7 @@ struct TwoShot {
       copy(mine, in + at, bytes, stream && mine != in + at);
     }
     if (readers) {
-      std::memcpy(slot(), mine, bytes);
+      if (!norm) std::memcpy(slot(), mine, bytes);  // else norm_rows has stored them
       if (!mutant(kEarlyPublish)) ring.publish();
     }
     for (std::uint32_t i = 1; i < P; i++) {
@@ -167,6 +177,26 @@ struct TwoShot {
       c.bytes_pushed += bytes;
     }
   }
+  // Rows of unit u of this rank's share, whose terms are in place; also into the slot.
+  void norm_rows(std::uint32_t u, std::size_t bytes) {
+    const std::size_t start = shares.at(me) + u * shares.unit, row_bytes = norm->row_bytes();
+    for (std::size_t at = 0, row = 0; at < bytes; at += row_bytes, row++) {
+      const float scale = norm->reduce(terms, at, start + at);
+      if (!readers) continue;
+      std::memcpy(slot() + at, norm->residual_out + start + at, row_bytes);
+      std::memcpy(slot() + scales_at(bytes) + row * sizeof scale, &scale, sizeof scale);
+    }
+  }
+  void take_rows(const std::uint8_t* from, std::size_t bytes, std::size_t start) {
+    const std::size_t row_bytes = norm->row_bytes();
+    for (std::size_t at = 0, row = 0; at < bytes; at += row_bytes, row++) {
+      float scale;
+      std::memcpy(&scale, from + scales_at(bytes) + row * sizeof scale, sizeof scale);
+      norm->take(from + at, scale, start + at);
+    }
+  }
+  // In a slot of the publication ring.
+  static std::size_t scales_at(std::size_t bytes) { return align_up(bytes, kLine); }
   std::uint8_t* slot() { return mutant(kEarlyPublish) ? c.publication(me, c.published(me).load() - 1) : ring.slot(); }
   void consume() {
     for (std::uint32_t i = 1; i < P; i++) {
@@ -201,7 +231,10 @@ struct TwoShot {
     if (!from) return false;
     const std::size_t bytes = shares.unit_bytes(p, s.received);
     if (mutant(kEarlyTake)) ring.take(p);
-    copy(out + out_at(p) + s.received * shares.unit, from, bytes, stream);
+    if (norm)
+      take_rows(from, bytes, shares.at(p) + s.received * shares.unit);
+    else
+      copy(out + out_at(p) + s.received * shares.unit, from, bytes, stream);
     if (!mutant(kEarlyTake)) ring.take(p);
     s.received++;
     return true;
@@ -247,19 +280,21 @@ struct TwoShot {
 
 }  // namespace
 
+std::size_t two_shot_row_bytes(const Context& c) { return c.geo.slot_bytes; }
+
 int reduce_two_shot(Context& c, const Request& request, const a2a_reduction& call, void* out, const void* in,
-                    bool inline_call) {
+                    bool inline_call, const Norm* norm) {
   if (int rc = begin_op(c, request.text, inline_call)) return rc;
   const std::uint32_t e = c.epoch, me = c.rank, P = c.world;
   const bool reduces = call.kind != A2A_ALL_GATHER, gathers = call.kind != A2A_REDUCE_SCATTER;
-  const Shares shares(call, P, c.geo.slot_bytes);
+  const Shares shares(call, P, c.geo.slot_bytes, norm ? norm->row_bytes() : 0);
   for (std::uint32_t i = 1; i < P; i++) {
     const std::uint32_t p = (me + i) % P;
     Entry& entry = c.entry(p, me, e);
     entry.digest = request.digest;
     entry.row_bytes = request.row_bytes;
     entry.in_address = reduces ? c.address_of(in, shares.total) : 0;
-    entry.out_address = gathers ? c.address_of(out, shares.total) : 0;
+    entry.out_address = gathers && !norm ? c.address_of(out, shares.total) : 0;
     entry.text = request.text;
     post_entry(c, p, e);
   }
@@ -272,6 +307,7 @@ int reduce_two_shot(Context& c, const Request& request, const a2a_reduction& cal
             call,
             static_cast<const std::uint8_t*>(in),
             static_cast<std::uint8_t*>(out),
+            norm,
             shares,
             reduces,
             gathers,

@@ -7,6 +7,7 @@
 #include "simd.h"
 
 #include "simd_copy.h"
+#include "simd_norm.h"
 #include "simd_reduce.h"
 #include "simd_types.h"
 #include "simd_wire.h"
@@ -205,6 +206,7 @@ float fold(u32 dtype, const float* lanes) {
 
 const Simd A2A_TABLE = {A2A_STR(A2A_ISA),  A2A_ISA::copy_stream,  A2A_ISA::copy_fetch, A2A_ISA::copy_row_stream,
                         A2A_ISA::fence,    A2A_ISA::weighted_sum, A2A_ISA::scale_dot,  A2A_ISA::fold,
-                        A2A_ISA::quantize, A2A_ISA::dequantize,   A2A_ISA::reduce};
+                        A2A_ISA::quantize, A2A_ISA::dequantize,   A2A_ISA::reduce,     A2A_ISA::add_norm,
+                        A2A_ISA::normalise};
 
 }  // namespace a2a

@@ -23,6 +23,7 @@ constexpr std::size_t dtype_bytes(std::uint32_t d) {
   constexpr std::uint8_t bytes[kDtypes] = {4, 2, 2, 8, 1, 1, 2, 4, 8};
   return bytes[d];
 }
+constexpr std::size_t kNormColumns = 16384;  // the longest row that add_norm takes
 constexpr std::size_t wire_block(std::uint32_t w) { return w == kFp8 ? 128 : 32; }
 constexpr std::size_t scale_bytes(std::uint32_t w) { return w == kFp8 ? 4 : 1; }
 
@@ -51,6 +52,12 @@ struct Simd {
   // out = in[0] op in[1] op ...: from the first term; bfloat16 and float16 in float32, rounded once. out may be one of in.
   void (*reduce)(std::uint32_t dtype, std::uint32_t op, void* out, const void* const* in, std::size_t n,
                  std::size_t count);
+  // A row of float32, bfloat16 or float16: r = residual + (terms[0] + terms[1] + ...), and the scale that `normalise` takes; r may
+  // be residual or one of the terms. out = r * scale * weight; out may be r. simd_norm.h has the order.
+  float (*add_norm)(std::uint32_t dtype, void* r, const void* const* terms, std::size_t n, const void* residual,
+                    float eps, std::size_t columns);
+  void (*normalise)(std::uint32_t dtype, void* out, const void* r, float scale, const void* weight,
+                    std::size_t columns);
 };
 
 const Simd& simd();

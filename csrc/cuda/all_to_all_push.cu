@@ -194,15 +194,8 @@ struct Exchange {
 
   __device__ void barrier() const { ptx::barrier(1 + team, kTeam); }
 
-  // Whom to name where p's data is waited for: p sends it only when it has every rank's header, so perhaps another is missing.
-  __device__ bool again(std::uint32_t p) {
-    return wait.again(p, [this](std::uint32_t blamed) {
-      for (std::uint32_t r = 0; r < kWorld; r++)
-        if (r != rank && ptx::load_relaxed_sys(&a.place.control(rank)->headers[r][epoch % 2].request).x != epoch)
-          return r;
-      return blamed;
-    });
-  }
+  // p sends its data only when it has every rank's header.
+  __device__ bool again(std::uint32_t p) { return wait.again_behind(p, epoch); }
 
   // The team's first thread waits for a word; all go on together, and know whether to.
   __device__ bool await(const std::uint32_t* word, std::uint32_t value, std::uint32_t peer) {
@@ -301,10 +294,11 @@ struct Exchange {
   template <bool kLarge>
   __device__ void run(std::uint32_t blocks) {
     if (block == 0)
-      for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-        if (const std::uint64_t expected = a.pairs[p].recv_bytes; p != rank)
-          a.place.send_header(p, epoch, a.digest, a.pairs[p].send_bytes, address(p) | expected >> 32 << 48,
-                              std::uint32_t(expected));
+      for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x) {  // also to itself: for messages
+        const std::uint64_t expected = a.pairs[p].recv_bytes;
+        a.place.send_header(p, epoch, a.digest, a.pairs[p].send_bytes, address(p) | expected >> 32 << 48,
+                            std::uint32_t(expected));
+      }
     for (std::uint32_t k = 1; k < kWorld; k++) {
       const std::uint32_t p = (rank + k) % kWorld;
       if (by_flags(a.pairs[p].send_bytes)) send_packets(p, blocks);

@@ -1,9 +1,8 @@
 // moe_push_expand: the gates, which wait for peers, and the kernels behind them, which turn tokens into rows.
 //   rows[first row of (expert, source) + position] = x_source[token]            dispatch
-//   grad_rows[row] = round(weight[row] * g[token]);  grad_weights[row] = dot(out_rows[row], g[token])     combine's backward
-//   The dot product has 256 lanes by column, added in order, then halves pairwise: the CPU kernels' order.
+//   grad_rows[row] = round(weight[row] * g[token])                              combine's backward; see moe_push_dots.cu, too
 //
-// Cost     copied bytes: each token read once, each row written once (the dot product also reads each row once)
+// Cost     copied bytes: each token read once, each row written once
 // Launch   gates: one block.  Others: any grid, behind the gate of what they read; the call's last one says so.  Blocks of
 //          moe_push_expand without a wire format have kTilers warps, each with kTileBytes of dynamic shared memory.
 // Buffers  rows and all that describes them private; slots symmetric
@@ -20,9 +19,11 @@
 #include "moe_push.cuh"
 
 namespace a2a {
-
 constexpr std::uint32_t kDeep = 8;  // vectors of a lane in flight
-using P = Piece<kDeep>;
+}
+#include "moe_push_expand.cuh"
+
+namespace a2a {
 
 // ---------------------------------------------------------------- gates
 
@@ -143,123 +144,10 @@ __device__ inline void place_rows(const Counts& a) {
   ptx::store_release_sys(a.host, a.ticket);
 }
 
-// ---------------------------------------------------------------- tokens
+// ---------------------------------------------------------------- rows
 
-struct Expand {
-  Moe m;
-  std::uint8_t *rows, *scales;
-  float* weights;  // [row]; dispatch writes it, the gradient reads it
-  std::int32_t *rank, *token, *k, *index;
-  const std::uint8_t *x, *x_scales;  // own tokens
-  const std::int32_t* ids;           // [token][k], a dispatch's
-  const float* topk_weights;         // the same, or null
-  const std::uint8_t* out_rows;      // the gradient: rows of the dot product, or null
-  float* grad_weights;               // its results
-  std::uint32_t capacity, compact_capacity;
-  std::uint32_t first_chunk, end_chunk;  // of the peers' tokens
-  std::uint32_t own_first, own_end;      // of own tokens; the first ones bring the padding along
-  std::uint32_t credits, last;           // not 0: senders wait for what is consumed; the call's last kernel
-};
-
-// A piece of a token, as it came or as it goes into rows. kKeep: it stays in the wire format.
-template <bool kKeep>
-struct Got {
-  uint4 v[kDeep];
-  Quantised q[kDeep];
-  float scale[kDeep];
-  std::uint32_t code[kDeep];
-
-  // e4m3 and scales
-  __device__ void load_wire(const P& piece, const std::uint8_t* values, const std::uint8_t* scales) {
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) {
-      if (!piece.has(k)) continue;
-      q[k].load(values, piece.at(k));
-      const std::uint32_t block = piece.at(k) * kColumns / wire_block(kWire);
-      scale[k] = scale_value(kWire, scales, block);
-      if constexpr (kWire == kMxfp8) code[k] = scales[block];
-    }
-    finish(piece);
-  }
-  // rows of the dtype, which arrive as others would from here
-  __device__ void load_rows(const P& piece, const std::uint8_t* row) {
-    piece.load(v, row);
-    if constexpr (kWire != kNoWire) {
-#pragma unroll
-      for (std::uint32_t k = 0; k < kDeep; k++) {
-        const Scale s = Quantise<kDtype, kWire>::run(q[k].q, v[k]);
-        scale[k] = s.value, code[k] = s.code;
-      }
-      finish(piece);
-    }
-  }
-  __device__ void finish(const P& piece) {
-    if constexpr (!kKeep) {
-#pragma unroll
-      for (std::uint32_t k = 0; k < kDeep; k++) v[k] = dequantise<kDtype>(q[k].q, scale[k]);
-    }
-  }
-  __device__ void store(const P& piece, const Expand& a, std::uint64_t row) const {
-    if constexpr (!kKeep) {
-      piece.store(a.rows + row * kRowBytes, v);
-    } else {
-#pragma unroll
-      for (std::uint32_t k = 0; k < kDeep; k++) {
-        if (!piece.has(k)) continue;
-        q[k].store(a.rows + row * kHidden, piece.at(k));
-        store_scale<kDtype, kWire>(a.scales + row * kScales * scale_bytes(kWire), piece.at(k), scale[k], code[k]);
-      }
-    }
-  }
-};
-
-struct Expander {
-  const Expand& a;
-  const Moe& m;
-  const std::uint32_t epoch, lane, warp, warps;  // among all of the grid
-
-  __device__ explicit Expander(const Expand& args)
-      : a(args),
-        m(args.m),
-        epoch(args.m.epoch()),
-        lane(threadIdx.x % 32),
-        warp(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32),
-        warps(gridDim.x * (blockDim.x / 32)) {}
-
-  template <bool kReady, bool kKeep>
-  __device__ void load(Got<kKeep>& got, const P& piece, std::uint32_t token) const {
-    if constexpr (kReady)
-      got.load_wire(piece, a.x + std::uint64_t(token) * kHidden,
-                    a.x_scales + std::uint64_t(token) * kScales * scale_bytes(kWire));
-    else
-      got.load_rows(piece, a.x + std::uint64_t(token) * kRowBytes);
-  }
-  template <bool kKeep>
-  __device__ void load_slot(Got<kKeep>& got, const P& piece, std::uint64_t number) const {
-    const std::uint8_t* slot = m.slot(m.rank(), number, epoch);
-    if constexpr (kWire != kNoWire)
-      got.load_wire(piece, slot, slot + kScalesAt);
-    else
-      piece.load(got.v, slot);
-  }
-
-  // Call f(j, source, u, number of its slot) for all tokens of the peers, in this launch's chunks, a unit of them a warp.
-  template <typename F>
-  __device__ void peers(std::uint32_t units, F f) const {
-    // A small launch has a warp for every item: those of own tokens leave the first peers' to others.
-    const std::uint32_t busy = a.own_end ? kRanges * Moe::chunk_tokens(m.tokens) * units : 0;
-    const std::uint32_t first = (warp + warps - busy % warps) % warps;
-    for (std::uint32_t c = a.first_chunk; c < a.end_chunk; c++)
-      for (std::uint32_t step = 1; step < kWorld; step++) {
-        const std::uint32_t s = (m.rank() + step) % kWorld;
-        const Chunk chunk(m.starts_from(s), c, lane);
-        for (std::uint32_t item = first; item < chunk.total * units; item += warps) {
-          std::uint32_t u, range, i;
-          chunk.find(item / units, u, range, i);
-          f(item % units, s, u, m.slot_number(m.rank(), s, range, i));
-        }
-      }
-  }
+struct Rows : Expander {
+  using Expander::Expander;
 
   // ---- dispatch
 
@@ -338,20 +226,6 @@ struct Expander {
     tile.release();
   }
 
-  // Call f(token, unit of it, u where rows are compact) for the own tokens of this launch's chunks that stay here.
-  template <typename F>
-  __device__ void own(std::uint32_t units, F f) const {
-    for (std::uint32_t c = a.own_first; c < a.own_end; c++) {
-      const std::uint32_t each = Moe::chunk_tokens(m.tokens);
-      for (std::uint32_t item = warp; item < kRanges * each * units; item += warps) {
-        const std::uint32_t j = item / units, token = m.token_at(j / each, c) + j % each;
-        if (token >= m.token_at(j / each, c + 1)) continue;
-        const std::int32_t i = m.numbers()[std::uint64_t(token) * kWorld + m.rank()];
-        if (i >= 0) f(token, item % units, kCompact ? m.u_of(token, m.rank(), std::uint32_t(i)) : 0);
-      }
-    }
-  }
-
   __device__ void dispatch_tiles(Tile tile) const {
     own(kTiles, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
       tile.load(a.x + std::uint64_t(token) * kRowBytes, number, lane);
@@ -384,44 +258,6 @@ struct Expander {
     });
   }
 
-  // Rows that no token fills: zero.
-  template <bool kDispatch>
-  __device__ void padding() const {
-    if (a.own_first || !a.own_end) return;
-    const std::uint32_t most = m.alignment - 1;
-    for (std::uint32_t item = warp; item < m.local_experts * most; item += warps) {
-      const std::int32_t* of_expert = m.plan + PlanAt::kPadding + 2 * (item / most);
-      const std::uint32_t row = of_expert[0] + item % most;
-      if (row >= std::uint32_t(of_expert[1]) || row >= a.capacity) continue;
-      if (!(kDispatch && kCompact)) zero<kDispatch && kWireRows>(row);
-      if (lane) continue;
-      if (kDispatch) {
-        a.weights[row] = 0;
-        a.rank[row] = a.token[row] = a.k[row] = -1;
-        if (kCompact) a.index[row] = 0;
-      } else if (a.grad_weights) {
-        a.grad_weights[row] = 0;
-      }
-    }
-  }
-  template <bool kKeep>
-  __device__ void zero(std::uint32_t row) const {
-    if constexpr (kKeep) {
-      for (std::uint32_t i = lane; i < kHidden / 4; i += 32)
-        reinterpret_cast<std::uint32_t*>(a.rows + std::uint64_t(row) * kHidden)[i] = 0;
-      std::uint8_t* scales = a.scales + std::uint64_t(row) * kScales * scale_bytes(kWire);
-      for (std::uint32_t b = lane; b < kScales; b += 32) {  // 1, as for any block of zeros
-        if constexpr (kWire == kFp8)
-          reinterpret_cast<float*>(scales)[b] = 1.0f;
-        else
-          scales[b] = 127;
-      }
-    } else {
-      for (std::uint32_t i = lane; i < kVectors; i += 32)
-        reinterpret_cast<uint4*>(a.rows + std::uint64_t(row) * kRowBytes)[i] = uint4{0, 0, 0, 0};
-    }
-  }
-
   // ---- combine's backward
 
   __device__ static uint4 scaled(uint4 v, float weight) {
@@ -447,107 +283,22 @@ struct Expander {
     }
   }
 
-  // Four rows of a token at a time, with their dot products. `load(got, piece)` gives a piece of the token.
-  template <typename Load>
-  __device__ void put_with_dots(std::uint32_t s, std::uint32_t u, Load load) const {
-    constexpr std::uint32_t kRows = 4, kStep = 256 / (32 * kColumns);  // vectors of a lane that hold the 256 lanes
-    const std::int32_t row = lane < kTopK ? m.list(s, u)[lane] : -1;
-    const float weight = row >= 0 ? a.weights[row] : 0.0f;
-    for (std::uint32_t left = __ballot_sync(kFull, row >= 0); left;) {
-      std::uint32_t rows[kRows], count = 0;
-      float by[kRows];
-#pragma unroll
-      for (std::uint32_t r = 0; r < kRows; r++) {
-        const std::uint32_t j = left ? __ffs(left) - 1 : 0;
-        count += left != 0;
-        left &= left - 1;
-        rows[r] = __shfl_sync(kFull, row, j);
-        by[r] = __shfl_sync(kFull, weight, j);
-      }
-      float lanes[kRows][kStep * kColumns];
-#pragma unroll
-      for (std::uint32_t r = 0; r < kRows; r++)
-#pragma unroll
-        for (std::uint32_t i = 0; i < kStep * kColumns; i++) lanes[r][i] = 0;
-      for (std::uint32_t number = 0; number < P::kCount; number++) {
-        const P piece(number, lane);
-        Got<false> got;
-        load(got, piece);
-#pragma unroll
-        for (std::uint32_t r = 0; r < kRows; r++) {
-          if (r >= count) continue;
-          uint4 out[kDeep];
-          piece.load(out, a.out_rows + std::uint64_t(rows[r]) * kRowBytes);
-#pragma unroll
-          for (std::uint32_t k = 0; k < kDeep; k++) {
-            if (!piece.has(k)) continue;
-            float g[kColumns], o[kColumns];
-            Vec::split(g, got.v[k]);
-            Vec::split(o, out[k]);
-#pragma unroll
-            for (std::uint32_t i = 0; i < kColumns; i++) {
-              float& sum = lanes[r][k % kStep * kColumns + i];
-              const float product = __fmul_rn(o[i], g[i]);
-              sum = number == 0 && k < kStep ? product : __fadd_rn(sum, product);
-              g[i] = __fmul_rn(by[r], g[i]);
-            }
-            reinterpret_cast<uint4*>(a.rows + std::uint64_t(rows[r]) * kRowBytes)[piece.at(k)] = Vec::join(g);
-          }
-        }
-      }
-#pragma unroll
-      for (std::uint32_t r = 0; r < kRows; r++) {
-        const float dot = fold(lanes[r]);
-        if (lane == 0 && r < count) a.grad_weights[rows[r]] = dot;
-      }
-    }
-  }
-
-  // Add 256 lanes, halves pairwise: first a thread's, where it holds both halves, then the warp's, then a vector's.
-  template <std::uint32_t kCount>
-  __device__ static float fold(float (&lanes)[kCount]) {
-    if constexpr (kCount > kColumns) {
-#pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) lanes[i] = __fadd_rn(lanes[i], lanes[i + kColumns]);
-    }
-#pragma unroll
-    for (std::uint32_t d = 16; d; d /= 2)
-#pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) lanes[i] = __fadd_rn(lanes[i], __shfl_down_sync(kFull, lanes[i], d));
-#pragma unroll
-    for (std::uint32_t d = kColumns / 2; d; d /= 2)
-#pragma unroll
-      for (std::uint32_t i = 0; i < d; i++) lanes[i] = __fadd_rn(lanes[i], lanes[i + d]);
-    return lanes[0];
-  }
-
-  template <bool kWeighted, bool kDot>
+  template <bool kWeighted>
   __device__ void gradient() const {
-    constexpr std::uint32_t kUnits = kDot ? 1 : P::kCount;
-    own(kUnits, [&](std::uint32_t token, std::uint32_t number, std::uint32_t) {
-      if constexpr (kDot) {
-        put_with_dots(m.rank(), token, [&](Got<false>& got, const P& piece) { load<false>(got, piece, token); });
-      } else {
-        const P piece(number, lane);
-        Got<false> got;
-        load<false>(got, piece, token);
-        put_gradient<kWeighted>(got, piece, m.rank(), token);
-      }
+    own(P::kCount, [&](std::uint32_t token, std::uint32_t number, std::uint32_t) {
+      const P piece(number, lane);
+      Got<false> got;
+      load<false>(got, piece, token);
+      put_gradient<kWeighted>(got, piece, m.rank(), token);
     });
     padding<false>();
-    peers(kUnits, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
-      if constexpr (kDot) {
-        put_with_dots(s, u, [&](Got<false>& got, const P& piece) { load_slot(got, piece, slot); });
-      } else {
-        const P piece(number, lane);
-        Got<false> got;
-        load_slot(got, piece, slot);
-        put_gradient<kWeighted>(got, piece, s, u);
-      }
+    peers(P::kCount, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
+      const P piece(number, lane);
+      Got<false> got;
+      load_slot(got, piece, slot);
+      put_gradient<kWeighted>(got, piece, s, u);
     });
   }
-
-  __device__ void end() const { end_chunks(m, epoch, a.end_chunk, a.credits, a.last); }
 };
 
 }  // namespace a2a
@@ -587,7 +338,7 @@ extern "C" __global__ void moe_push_refuse(const __grid_constant__ Gate a) {
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand(const __grid_constant__ Expand a) {
   ptx::await_previous();
   if (has_failed(a.m)) return;
-  const Expander e(a);
+  const Rows e(a);
   e.dispatch<false>();
   e.end();
 }
@@ -597,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(32 * kTilers) moe_push_expand(const
   __shared__ std::uint64_t barriers[kTilers];
   ptx::await_previous();
   if (has_failed(a.m)) return;
-  const Expander e(a);
+  const Rows e(a);
   e.dispatch_tiles(Tile(buffers, barriers, threadIdx.x / 32, e.lane));
   e.end();
 }
@@ -607,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(32 * kTilers) moe_push_expand(const
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand_quantised(const __grid_constant__ Expand a) {
   ptx::await_previous();
   if (has_failed(a.m)) return;
-  const Expander e(a);
+  const Rows e(a);
   e.dispatch<true>();
   e.end();
 }
@@ -616,23 +367,15 @@ extern "C" __global__ void __launch_bounds__(512) moe_push_expand_quantised(cons
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient(const __grid_constant__ Expand a) {
   ptx::await_previous();
   if (has_failed(a.m)) return;
-  const Expander e(a);
-  e.gradient<false, false>();
+  const Rows e(a);
+  e.gradient<false>();
   e.end();
 }
 
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient_weighted(const __grid_constant__ Expand a) {
   ptx::await_previous();
   if (has_failed(a.m)) return;
-  const Expander e(a);
-  e.gradient<true, false>();
-  e.end();
-}
-
-extern "C" __global__ void __launch_bounds__(512) moe_push_expand_gradient_dots(const __grid_constant__ Expand a) {
-  ptx::await_previous();
-  if (has_failed(a.m)) return;
-  const Expander e(a);
-  e.gradient<true, true>();
+  const Rows e(a);
+  e.gradient<true>();
   e.end();
 }

@@ -18,7 +18,7 @@
 
 namespace a2a {
 
-constexpr std::uint32_t kDeep = 4;  // vectors of a lane in a piece: fewer would cost more looking up than adding
+constexpr std::uint32_t kDeep = SUM_DEEP;  // vectors of a lane in a piece: few cost more looking up than adding
 using P = Piece<kDeep>;
 constexpr std::uint32_t kThreads = 128, kWarps = kThreads / 32;  // of a block; three share an SM
 constexpr std::uint32_t kPieceBytes = P::kSize * 16;             // of a row
@@ -31,11 +31,12 @@ struct Sum {
   Moe m;
   const std::uint8_t* rows;
   const float* weights;                  // [row], or null
-  const float* row_grads;                // [row]: dispatch's backward, for the gradient of the top-k weights
+  const float* row_grads;                // [row]: dispatch's backward, where it brings the gradient of the weights
   const std::int32_t* ids;               // [token][k], the same
   std::uint8_t* y;                       // finish: [token][kHidden]
-  float* weight_grads;                   // finish: [token][k], or null
+  float* weight_grads;                   // finish: [token][k], the same
   std::uint32_t compact, compact_rows;   // not 0: there is one row a token, by its number; so many
+  std::uint32_t brings, unused;          // not 0: row_grads go back to the top-k; they may be none here, and no pointer
   std::uint32_t first_chunk, end_chunk;  // finish: of which tokens
   std::uint32_t credits, last;           // finish: as moe_push_expand's
 };
@@ -375,7 +376,7 @@ struct Summer {
       if (w.number != 0) return;
       Back& back = *reinterpret_cast<Back*>(&m.meta(w.owner, w.slot, epoch));
       if (kDrop && lane == 0) back.rows = __popc(w.rows);
-      if (a.row_grads && lane < kTopK) {
+      if (a.brings && lane < kTopK) {
         const std::int32_t row = m.list(w.owner, w.u)[lane];
         back.grads[lane] = row >= 0 ? a.row_grads[row] : 0;
       }
@@ -437,7 +438,7 @@ struct Summer {
       uint4 v[kDeep] = {};
       if (w.pieces()) total.join(v);
       P(w.number, lane).store(a.y + std::uint64_t(w.u) * kRowBytes, v);
-      if (a.weight_grads && w.number == 0) bring_weight_grads(w.u);
+      if (a.brings && w.number == 0) bring_weight_grads(w.u);
     });
     end_chunks(m, epoch, a.end_chunk, a.credits, a.last);
   }

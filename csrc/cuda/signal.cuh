@@ -124,6 +124,17 @@ struct Wait {
     return again(peer, [](std::uint32_t p) { return p; });
   }
 
+  // The same for what p sends only when it has something from every rank: perhaps another has not come.
+  __device__ bool again_behind(std::uint32_t peer, std::uint32_t epoch) {
+    return again(peer, [this, epoch](std::uint32_t blamed) {
+      for (std::uint32_t r = 0; r < world; r++)
+        if (r != place.rank &&
+            ptx::load_relaxed_sys(&place.control(place.rank)->headers[r][epoch % 2].request).x != epoch)
+          return r;
+      return blamed;
+    });
+  }
+
   // Wait for p's header of this call; a peer that is in another one, or has refused its own, is a failure. `measure`: on one
   // thread a call.
   __device__ Header await_header(std::uint32_t p, std::uint32_t epoch, std::uint32_t digest, bool measure) {

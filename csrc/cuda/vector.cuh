@@ -19,6 +19,7 @@ __device__ constexpr std::uint32_t scale_bytes(std::uint32_t wire) { return wire
 // One 16-byte vector of a row, and its columns as floats.
 template <std::uint32_t kDtype>
 struct Vector {
+  using Term = float;
   static constexpr std::uint32_t kColumns = 16 / element_bytes(kDtype);
 
   __device__ static void split(float (&f)[kColumns], uint4 v) {

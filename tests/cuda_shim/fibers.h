@@ -70,7 +70,7 @@ struct Launch {
   std::uint32_t running = 0, allowing = 0;  // blocks
   std::uint64_t number = 0;
   bool over = false;
-  Clock end;                       // what it did
+  Clock end, done;                 // what it did, and what of others its tasks knew to be over
   Stream* stream = nullptr;
   std::shared_ptr<Launch> before;  // that a programmatic one can wait for
 };

@@ -24,7 +24,7 @@ std::uint32_t votes_at_barrier(bool vote);                  // of all threads of
 void* shared_memory(const void* variable, std::size_t bytes, std::size_t align);
 void* dynamic_shared_memory();
 struct BulkBarrier {
-  std::int32_t awaited;  // bytes
+  std::int32_t awaited;           // bytes
   std::uint16_t expects, phases;  // whether somebody has said how many; phases that are over
 };
 // A copy by the copy engine, which is none of the thread's own accesses. With a barrier: a load, over when the barrier says so.
@@ -269,9 +269,12 @@ inline unsigned __float_as_uint(float v) { return ::shim::of_bits<unsigned>(::sh
 inline float __uint_as_float(unsigned v) { return ::shim::of_bits<float>(v); }
 inline int __float_as_int(float v) { return ::shim::of_bits<int>(::shim::bits(v)); }
 inline float __int_as_float(int v) { return ::shim::of_bits<float>(::shim::bits(v)); }
+inline double __longlong_as_double(long long v) { return ::shim::of_bits<double>(::shim::bits(v)); }
+inline long long __double_as_longlong(double v) { return ::shim::of_bits<long long>(::shim::bits(v)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
 template <class T>
 constexpr T min(T a, std::common_type_t<T> b) {
   return b < a ? b : a;

@@ -34,8 +34,8 @@ struct Stream {
   std::deque<Work> queue;
   std::vector<std::shared_ptr<Launch>> running;
   std::shared_ptr<Launch> last;  // the work before, if that was a launch
-  Clock after;                   // what is over
-  Clock base;                    // what was, when the last launch started that came after all before it
+  Clock after, after_done;       // what is over, and what of others its tasks knew to be (Task::done)
+  Clock base, base_done;         // what was, when the last launch started that came after all before it
   Spare spare, ended;            // before that, and since
 };
 
@@ -106,6 +106,7 @@ void end_launch(Launch* launch) {
   launch->over = true;
   launch->before.reset();
   s.after.join(launch->end);
+  s.after_done.join(launch->done);
   s.running.erase(std::find_if(s.running.begin(), s.running.end(), [&](auto& l) { return l.get() == launch; }));
   for (auto& l : s.running)
     for (Block* b : l->blocks)
@@ -121,6 +122,7 @@ void end_launch(Launch* launch) {
   deliver(f.task);
   if (b.launch) {
     b.launch->end.join(f.task.clock);
+    b.launch->done.join(f.task.done);
     f.task.clock.tick(f.task.id);
     allow_next(f);  // who ends allows it, too
     if (--b.running == 0 && --b.launch->running == 0) end_launch(b.launch);
@@ -201,6 +203,7 @@ void start(Stream& s, const std::shared_ptr<Launch>& launch) {
     launch->before = s.last;
   } else {
     s.base = s.after;
+    s.base_done = s.after_done;
     move_all(s.ended.fibers, s.spare.fibers);
     move_all(s.ended.blocks, s.spare.blocks);
   }
@@ -219,6 +222,7 @@ void start(Stream& s, const std::shared_ptr<Launch>& launch) {
       f->task.clock.join(*begun);
       f->task.begun = begun;
       start_fiber(f, b, t);
+      f->task.done = s.base_done;
     }
   }
   launch->running = std::uint32_t(launch->blocks.size());

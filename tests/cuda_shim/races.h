@@ -46,6 +46,7 @@ struct Task {
   std::uint64_t seen_last = 0;
   // What this task may overwrite though it must not read it. A relaxed load of a word says that all that went before the start of
   // the kernel that stored it has been done, reads included; and a store never overtakes a load that decides about it.
+  // The stream's next kernels may, too.
   Clock done;
   std::shared_ptr<const Clock> begun;               // what went before this task's kernel
   std::vector<std::shared_ptr<const Clock>> known;  // of other kernels, that are in `done`
