@@ -29,7 +29,9 @@ Ranks = Annotated[
 ]
 Op = Annotated[
     str,
-    typer.Argument(metavar="OP", help="all_to_all, all_to_allv, all_reduce, reduce_scatter, all_gather or moe."),
+    typer.Argument(
+        metavar="OP", help="all_to_all, all_to_allv, all_reduce, reduce_scatter, all_gather, moe, gradients, ..."
+    ),
 ]
 Sizes = Annotated[str, typer.Option("--bytes", help="Send buffer of each rank, as nccl-tests counts it: 4K,1M,64M.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="Data types: float32,bf16.")]
@@ -244,9 +246,17 @@ def bench(
             "1.25 times what uniform routing brings (with --skew: all that could come).",
         ),
     ] = None,
-    wire: Annotated[str | None, typer.Option(help="moe: fp8 or mxfp8: how rows travel.")] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(help="moe: fp8 or mxfp8: how rows travel. gradients: bf16,fp8: also these between domains."),
+    ] = None,
     rows: Annotated[str, typer.Option(help="moe: dtype, or wire: hand rows out as they travel.")] = "dtype",
     num_sms: Annotated[int | None, typer.Option(min=1, help="moe: the most SMs that may be used.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="gradients: layers of --hidden by --hidden weights.")] = 8,
+    bucket_mb: Annotated[float, typer.Option(min=0.001, help="gradients: MiB that travel together.")] = 4.0,
+    topology: Annotated[
+        str | None, typer.Option(metavar="FILE|PRESET", help="gradients: this one instead of the detected: cpu:2x2.")
+    ] = None,
     hosts: Annotated[
         int, typer.Option(min=1, max=2, help="2: start CPU ranks on two made-up hosts with a cable; needs root.")
     ] = 1,
@@ -256,7 +266,7 @@ def bench(
     json: Json = None,
     plot: Plot = None,
 ) -> int:
-    """Time a collective, or a MoE layer's dispatch and combine, in turn with its baselines."""
+    """Time a collective, a training step's gradients, or a MoE layer's dispatch and combine, in turn with its baselines."""
     from a2a.cli import bench as command
 
     op = parse.word(op, command.OPS, "OP")
@@ -292,9 +302,13 @@ def bench(
         layout=parse.word(layout, ("expert", "compact"), "--layout"),
         alignment=alignment,
         max_rows=max_rows,
-        wire=None if wire is None else parse.word(wire, ("fp8", "mxfp8"), "--wire"),
+        wire=None if wire is None or op == "gradients" else parse.word(wire, ("fp8", "mxfp8"), "--wire"),
+        wires=tuple(parse.words(wire or "", ("bf16", "fp8"), "--wire")) if op == "gradients" else (),
         rows=parse.word(rows, ("dtype", "wire"), "--rows"),
         num_sms=num_sms,
+        layers=layers,
+        bucket_mb=bucket_mb,
+        topology=topology,
         hosts=hosts,
         order=parse.word(order, ("blocks", "cyclic"), "--order"),
         mbit_per_s=mbit,

@@ -221,6 +221,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_moe_rail_unpair": (c_int, (_P, c_int, _P, _P, _U32, _U64, _U32, _U32, _P, _P)),
     "a2a_moe_rail_grads": (None, (_P, _P, _P, _P, _U32, _U32, c_int)),
     "a2a_moe_rail_merge": (None, (_U32, _U32, _U32, _U32, _U32, POINTER(MoeSums), _P)),
+    "a2a_quantize": (None, (_U32, _U32, _P, _P, _P, _N)),
+    "a2a_dequantize": (None, (_U32, _U32, _P, _P, _P, _N)),
     "a2a_pool_create": (_P, (_P, _N, _P, _N)),
     "a2a_pool_private": (_P, (_N,)),
     "a2a_pool_child": (_P, (_P, _P, _N)),

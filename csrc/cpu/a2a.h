@@ -227,6 +227,9 @@ typedef struct {
 } a2a_moe_sums;
 A2A_API void a2a_moe_rail_merge(uint32_t in_dtype, uint32_t out_dtype, uint32_t hidden, uint32_t tokens,
                                 uint32_t domains, const a2a_moe_sums* sums, void* y);
+// --- wire formats (Dtype and Wire of simd.h): float32, bfloat16 or float16 to and from e4m3 with block scales
+A2A_API void a2a_quantize(uint32_t dtype, uint32_t wire, void* q, void* scales, const void* x, size_t count);
+A2A_API void a2a_dequantize(uint32_t dtype, uint32_t wire, void* x, const void* q, const void* scales, size_t count);
 
 // --- pools: blocks of a segment that are handed out as tensors and come back through a DLPack deleter
 typedef struct a2a_pool a2a_pool;
