@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -79,8 +80,10 @@ def _import_megatron() -> None:
                 module.__version__ = "0"
                 sys.modules[name] = module
             sys.modules["triton"].language = sys.modules["triton.language"]  # type: ignore[attr-defined]
-        for name in MODULES:
-            importlib.import_module(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says at length what is not installed
+            for name in MODULES:
+                importlib.import_module(name)
         imported = {name: module for name, module in sys.modules.items() if name.split(".")[0] != "triton"}
     sys.modules.update(imported)
     moe_utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
@@ -106,9 +109,9 @@ def on_cpu() -> Iterator[None]:
         for name, stand_in in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch.object(Tensor, "cuda", lambda self, *_, **__: self))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda self, *_: None))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream"))
         tracker = sys.modules["megatron.core.tensor_parallel.random"].CudaRNGStatesTracker
-        stack.enter_context(mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()))
+        stack.enter_context(mock.patch.object(tracker, "fork", return_value=contextlib.nullcontext()))
         yield
 
 

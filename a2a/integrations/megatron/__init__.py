@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import a2a
@@ -44,13 +46,18 @@ GROUPS = _groups.GROUPS
 
 @dataclass(frozen=True)
 class Replacement:
-    """A name of a module of Megatron, what it was, what it is now, and the parameters that it must have had."""
+    """A name of one of Megatron's modules and what takes its place.
+
+    Attributes:
+        make: from what is there now.
+        parameters: those that it takes, or the first of them; otherwise it isn't what a2a knows.
+    """
 
     module: Any
     name: str
-    after: Any
     parameters: tuple[str, ...]
     why: str
+    make: Callable[[Any], Any]
 
     @property
     def path(self) -> str:
@@ -86,7 +93,7 @@ class Report:
         )
 
 
-_before: list[tuple[Replacement, Any]] = []  # what is installed, in order, with what was there
+_installed: list[tuple[Replacement, Any, Any]] = []  # in order, with what was there and what is there
 
 
 def install(
@@ -103,7 +110,8 @@ def install(
 
     Args:
         dispatchers: MoE token dispatchers: all-to-all, and flex with backend "hybridep".
-        tensor_parallel: the collectives of `tensor_parallel.mappings`, and those that `tensor_parallel.layers` has names for.
+        tensor_parallel: the collectives of `tensor_parallel.mappings`, and those that `tensor_parallel.layers` has names
+            for.
         gradients: gradient and parameter synchronisation of Megatron's DistributedDataParallel.
         groups: descriptions of the groups to which `parallel_state.create_group` gives backend "a2a".
         max_tokens: the most tokens that a rank ever brings to a MoE layer. None: the first dispatch finds out, and a larger
@@ -120,7 +128,7 @@ def install(
         RuntimeError: it is installed already.
         ValueError: an argument is impossible.
     """
-    if _before:
+    if _installed:
         raise RuntimeError("a2a.integrations.megatron is installed already; call uninstall() first")
     if wire not in (None, "fp8", "mxfp8", "recipe"):
         raise ValueError(f"install: wire={wire!r}; expected None, 'fp8', 'mxfp8' or 'recipe'")
@@ -134,8 +142,10 @@ def install(
             f"a release"
         )
     for replacement in plan:
-        _before.append((replacement, getattr(replacement.module, replacement.name)))
-        setattr(replacement.module, replacement.name, replacement.after)
+        before = getattr(replacement.module, replacement.name)
+        after = replacement.make(before)
+        _installed.append((replacement, before, after))
+        setattr(replacement.module, replacement.name, after)
     report = Report(version, tuple((replacement.path, replacement.why) for replacement in plan))
     _log.info("%s", report)
     return report
@@ -146,9 +156,9 @@ def uninstall() -> None:
 
     A name that somebody else has rebound since then is left alone, and a warning says so.
     """
-    while _before:
-        replacement, before = _before.pop()
-        if getattr(replacement.module, replacement.name) is replacement.after:
+    while _installed:
+        replacement, before, after = _installed.pop()
+        if getattr(replacement.module, replacement.name, None) is after:
             setattr(replacement.module, replacement.name, before)
         else:
             _log.warning("a2a: %s was rebound after install(); it is left as it is", replacement.path)
@@ -159,7 +169,8 @@ def _known_version() -> str:
         version = str(importlib.import_module("megatron.core").__version__)
     except ImportError as error:
         raise a2a.UnsupportedError(
-            f"a2a.integrations.megatron: megatron.core can't be imported: {error}; pip install megatron-core, or what it needs"
+            f"a2a.integrations.megatron: megatron.core can't be imported: {error}; pip install megatron-core, or what it "
+            f"needs"
         ) from error
     if ".".join(version.split(".")[:2]) not in KNOWN:
         raise a2a.UnsupportedError(
@@ -191,39 +202,34 @@ def _plan(
     if dispatchers:
         steps, layer = _module("transformer.moe.token_dispatcher"), _module("transformer.moe.moe_layer")
         settings = Settings(*exchange, align_size=steps.get_align_size_for_quantization, capacity=steps.get_capacity)
-        exchange_class = _dispatchers.exchange_class(settings, Exchanges())
-        base = layer.MoEAlltoAllTokenDispatcher
+        served = _dispatchers.exchange_class(settings, Exchanges())
+        arguments = ("group", "num_local_experts", "num_experts", "config")
+        why = "the flex dispatcher with backend hybridep"
+        yield Replacement(steps, "_HybridEPManager", arguments, why, lambda _: served)
         arguments = ("num_local_experts", "local_expert_indices", "config", "pg_collection")
-        yield Replacement(steps, "_HybridEPManager", exchange_class,
-                          ("group", "num_local_experts", "num_experts", "config"), "the flex dispatcher's backend hybridep")  # fmt: skip
-        yield Replacement(layer, "MoEAlltoAllTokenDispatcher", _dispatchers.all_to_all_class(base, exchange_class),
-                          arguments, "the all-to-all dispatcher")  # fmt: skip
+        make = partial(_dispatchers.all_to_all_class, exchange=served)
+        yield Replacement(layer, "MoEAlltoAllTokenDispatcher", arguments, "the all-to-all dispatcher", make)
     if tensor_parallel:
         mappings, layers = _module("tensor_parallel.mappings"), _module("tensor_parallel.layers")
-        gather, scatter = _tensor_parallel.first_dim_functions(mappings)
-        why = "tensor and sequence parallelism"
-        uneven = ("use_global_buffer",)
-        yield Replacement(mappings, "_reduce", _tensor_parallel.reduce, ("input_", "group"), why)
-        yield Replacement(mappings, "_gather_along_last_dim", _tensor_parallel.gather_along_last_dim,
-                          ("input_", "group"), why)  # fmt: skip
-        yield Replacement(mappings, "_gather_along_first_dim", gather,
-                          ("input_", "group", "output_split_sizes", *uneven), why)  # fmt: skip
-        yield Replacement(mappings, "_reduce_scatter_along_first_dim", scatter,
-                          ("input_", "group", "input_split_sizes", *uneven), why)  # fmt: skip
-        yield Replacement(mappings, "_AllToAll", _tensor_parallel.AllToAll,
-                          ("ctx", "group", "input", "output_split_sizes", "input_split_sizes"), "every all_to_all")  # fmt: skip
-        for module in (mappings, layers):
-            yield Replacement(module, "dist_all_gather_func", _tensor_parallel.all_gather_into_tensor, (), why)
-            yield Replacement(module, "dist_reduce_scatter_func", _tensor_parallel.reduce_scatter_tensor, (), why)
+        for name, (parameters, function) in _tensor_parallel.functions(mappings).items():
+            yield Replacement(
+                mappings, name, parameters, "tensor and sequence parallelism", partial(_instead, function)
+            )
+        for module, (name, function) in itertools.product((mappings, layers), _tensor_parallel.ALIASES.items()):
+            yield Replacement(module, name, (), "tensor and sequence parallelism", partial(_instead, function))
     if gradients:
         buckets = _module("distributed.param_and_grad_buffer")
-        base = buckets._ParamAndGradBucketGroup
-        yield Replacement(buckets, "_ParamAndGradBucketGroup", _gradients.bucket_group_class(base, buckets.shard_buffer),
-                          ("buckets", "ddp_config", "collective_group", "collective_group_size"), "data parallelism")  # fmt: skip
+        arguments = ("buckets", "ddp_config", "collective_group", "collective_group_size")
+        make = partial(_gradients.bucket_group_class, shard_buffer=buckets.shard_buffer)
+        yield Replacement(buckets, "_ParamAndGradBucketGroup", arguments, "gradients and parameters", make)
     if groups:
-        state = _module("parallel_state")
-        yield Replacement(state, "create_group", _groups.create_group(state.create_group, groups),
-                          _groups.PARAMETERS, f"backend a2a for {', '.join(sorted(groups))}")  # fmt: skip
+        why = f"backend a2a for {', '.join(sorted(groups))}"
+        make = partial(_groups.create_group, groups=groups)
+        yield Replacement(_module("parallel_state"), "create_group", _groups.PARAMETERS, why, make)
+
+
+def _instead(function: Any, before: Any) -> Any:
+    return function
 
 
 __all__ = ["GROUPS", "KNOWN", "Replacement", "Report", "install", "uninstall"]

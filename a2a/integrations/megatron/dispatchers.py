@@ -78,7 +78,9 @@ def all_to_all_class(base: Any, exchange: type[ExpertExchange]) -> Any:
             if self.exchange is None:
                 return super().dispatch_postprocess(rows, probs)
             assert self.exchange.tokens_per_expert is not None
-            counts = self.exchange.tokens_per_expert.to(torch.device("cpu"))  # where Megatron's own steps leave them, too
+            counts = self.exchange.tokens_per_expert.to(
+                torch.device("cpu")
+            )  # where Megatron's own steps leave them, too
             return rows, counts, probs.to(self.probs.dtype)
 
         def combine_preprocess(self, hidden_states: Tensor) -> Any:
@@ -90,8 +92,6 @@ def all_to_all_class(base: Any, exchange: type[ExpertExchange]) -> Any:
             return self.exchange.combine(hidden_states)
 
         def combine_postprocess(self, tokens: Tensor) -> Any:
-            return (
-                super().combine_postprocess(tokens) if self.exchange is None else tokens.view(self.hidden_shape)
-            )
+            return super().combine_postprocess(tokens) if self.exchange is None else tokens.view(self.hidden_shape)
 
     return A2AAlltoAllTokenDispatcher

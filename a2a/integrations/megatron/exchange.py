@@ -1,11 +1,11 @@
 """Megatron's routing maps on `a2a.ExpertParallel`: what both dispatchers share.
 
-Megatron says with a bool map [T, E] which experts a token goes to and with a float map [T, E] with which probability; experts
-lie in equal contiguous blocks over the ranks of the group, as in `ExpertParallel`. Rows come back by expert, and combine is a
-plain sum, since Megatron's experts multiply by the probabilities themselves.
+Megatron says with a bool map [T, E] which experts a token goes to, and with a float map [T, E] with which probability.
+Experts lie in equal contiguous blocks over the ranks of the group, as in `ExpertParallel`. Rows come back by expert, and
+combine is a plain sum, since Megatron's experts multiply by the probabilities themselves.
 
-Legend: T tokens of this rank, E experts of the group, K most experts of a token, L experts of this rank, R rows, C rows of an
-expert that is padded to capacity.
+Legend: T tokens of this rank, E experts of the group, K most experts of a token, L experts of this rank, R rows, C rows of
+an expert that is padded to capacity.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ class ExpertExchange:
             num_experts,
             config,
         )
-        copies = num_experts // config.num_moe_experts  # each rank of an expert's tensor-parallel group holds a part of it
+        copies = (
+            num_experts // config.num_moe_experts
+        )  # each rank of an expert's tensor-parallel group holds a part of it
         self.top_k = copies * config.moe_router_topk
         self.drop_and_pad = bool(config.moe_pad_expert_input_to_capacity)
         self.budget_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
@@ -191,6 +193,8 @@ class ExpertExchange:
         )
         ids_TK = expert_ids(routing_map, self.top_k)
         weights_TK = self.token_probs.float().gather(1, ids_TK.clamp(min=0))
+        routing: a2a.Routing
+        rows: Tensor
         rows, _, routing = ep.dispatch(hidden_states, ids_TK, weights_TK)
         blocks = Capacity(routing.offsets_E, capacity) if self.drop_and_pad else None
         if blocks is not None:
@@ -202,20 +206,19 @@ class ExpertExchange:
         if self.budget_factor is not None:
             self.over_budget |= routing.overflow > 0
         if getattr(self.config, "overlap_moe_expert_parallel_comm", False):
-            # That schedule runs the backward of combine and of dispatch on their own: no edge may lead from one to the other.
+            # The 1F1B schedule runs the backward of combine and of dispatch each by itself: no edge may join them.
             routing = routing._replace(row_weights_R=routing.row_weights_R.detach())
         self._sent = ep, routing, blocks
         return rows
 
-    def combine(
-        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
-    ) -> Tensor:
+    def combine(self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True) -> Tensor:
         """Rows by expert -> [T, H], each token the sum of its rows. Collective."""
         assert self._sent is not None, "combine: dispatch comes first"
         ep, routing, blocks = self._sent
         self._sent = None
         rows = hidden_states if blocks is None else blocks.gather(hidden_states)
-        return ep.combine(rows, routing, apply_weights=False)
+        y: Tensor = ep.combine(rows, routing, apply_weights=False)
+        return y
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         return hidden_states, self.dispatched_probs
@@ -245,4 +248,4 @@ def wire_format(asked: str | None, config: Any) -> str | None:
     if asked != "recipe":
         return asked
     recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe) if config.fp8 else None
-    return _RECIPES.get(recipe)
+    return _RECIPES.get(str(recipe))

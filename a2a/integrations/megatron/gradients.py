@@ -64,6 +64,9 @@ def bucket_group_class(base: Any, shard_buffer: Any) -> Any:
     """A subclass of Megatron's `_ParamAndGradBucketGroup`."""
 
     class A2ABucketGroup(base):  # type: ignore[misc]
+        grad_reduce_handle: Any
+        param_gather_handle: Any
+
         def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
             if why_megatrons(self.ddp_config) is not None:
                 return super().start_grad_sync(force_all_reduce)  # type: ignore[no-any-return]
@@ -167,9 +170,7 @@ def bucket_group_class(base: Any, shard_buffer: Any) -> Any:
                 if across is None:
                     pending.add(work)
                 else:
-                    pending.then(
-                        work, lambda shard=shard: a2a.all_reduce(shard, op, across, async_op=True)
-                    )
+                    pending.then(work, lambda shard=shard: a2a.all_reduce(shard, op, across, async_op=True))
             return pending
 
         def _across_instances(self) -> bool:

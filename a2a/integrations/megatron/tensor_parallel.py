@@ -63,10 +63,15 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         output_splits, input_splits = ctx.splits
-        return None, AllToAll.apply(ctx.group, *grads, input_splits, output_splits), None, None, None
+        exchange: Any = AllToAll.apply
+        return None, exchange(ctx.group, *grads, input_splits, output_splits), None, None, None
 
 
-def first_dim_functions(mappings: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+# What Megatron calls torch's functions.
+ALIASES = {"dist_all_gather_func": all_gather_into_tensor, "dist_reduce_scatter_func": reduce_scatter_tensor}
+
+
+def _first_dim_functions(mappings: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """(gather, reduce-scatter) along the first dimension; `use_global_buffer` asks Megatron for its buffer."""
 
     def new(shape: Sequence[int], like: Tensor, use_global_buffer: bool) -> Tensor:
@@ -86,7 +91,7 @@ def first_dim_functions(mappings: Any) -> tuple[Callable[..., Tensor], Callable[
         if output_split_sizes is None:
             a2a.all_gather_into_tensor(output, input_.contiguous(), group=group)
         else:
-            a2a.all_to_all(list(output.split(list(output_split_sizes))), [input_.contiguous()] * size, group)
+            a2a.all_to_all(list(torch.split(output, list(output_split_sizes))), [input_.contiguous()] * size, group)
         return output
 
     def reduce_scatter_along_first_dim(
@@ -104,7 +109,7 @@ def first_dim_functions(mappings: Any) -> tuple[Callable[..., Tensor], Callable[
             output = new([len(input_) // size, *input_.shape[1:]], input_, use_global_buffer)
             a2a.reduce_scatter_tensor(output, input_.contiguous(), group=group)
             return output
-        parts = list(input_.contiguous().split(list(input_split_sizes)))
+        parts = list(torch.split(input_.contiguous(), list(input_split_sizes)))
         mine = parts[dist.get_rank(group)]
         received = [torch.empty_like(mine) for _ in range(size)]
         a2a.all_to_all(received, parts, group)
@@ -115,3 +120,19 @@ def first_dim_functions(mappings: Any) -> tuple[Callable[..., Tensor], Callable[
         return output.copy_(total)
 
     return gather_along_first_dim, reduce_scatter_along_first_dim
+
+
+def functions(mappings: Any) -> dict[str, tuple[tuple[str, ...], Any]]:
+    """Of each name in Megatron's module `mappings`: the parameters that it has, and what takes its place."""
+    gather, reduce_scatter = _first_dim_functions(mappings)
+    exchanged = ("ctx", "group", "input", "output_split_sizes", "input_split_sizes")
+    return {
+        "_reduce": (("input_", "group"), reduce),
+        "_gather_along_last_dim": (("input_", "group"), gather_along_last_dim),
+        "_gather_along_first_dim": (("input_", "group", "output_split_sizes", "use_global_buffer"), gather),
+        "_reduce_scatter_along_first_dim": (
+            ("input_", "group", "input_split_sizes", "use_global_buffer"),
+            reduce_scatter,
+        ),
+        "_AllToAll": (exchanged, AllToAll),
+    }
