@@ -142,7 +142,7 @@ def config(**changes: Any) -> Any:
     options: dict[str, Any] = {
         "num_layers": 1,
         "hidden_size": 16,
-        "num_attention_heads": 2,
+        "num_attention_heads": 4,
         "ffn_hidden_size": 24,
         "use_cpu_initialization": True,
         "add_bias_linear": False,
