@@ -183,28 +183,42 @@ def on_gloo() -> Iterator[None]:
             yield
 
 
+def language_model(settings: Any) -> Any:
+    """The same on every rank, but for the experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    torch.manual_seed(0)
+    spec = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts, moe_grouped_gemm=False)
+    return GPTModel(settings, spec, vocab_size=32, max_sequence_length=8)
+
+
+def batch(replica: int, step: int) -> dict[str, Tensor]:
+    """Sequences that are easily learnt."""
+    generator = torch.Generator().manual_seed(1000 * replica + step)
+    tokens = (torch.randint(0, 32, (4, 1), generator=generator) + 5 * torch.arange(9)) % 32
+    return {
+        "input_ids": tokens[:, :-1],
+        "position_ids": torch.arange(8).expand(4, -1),
+        "attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1),
+        "labels": tokens[:, 1:],
+    }
+
+
 def train(dispatcher: str, size: dict[str, Any], steps: int = 10, **ddp_options: Any) -> list[float]:
     """Losses of a language model of two MoE layers under Megatron's DDP and torch's Adam."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
     settings = moe_config(dispatcher, num_layers=2, moe_router_dtype="fp32", **size)
-    torch.manual_seed(0)
-    spec = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts, moe_grouped_gemm=False)
-    model = GPTModel(settings, spec, vocab_size=32, max_sequence_length=8)
+    model = language_model(settings)
     ddp = DistributedDataParallel(settings, DistributedDataParallelConfig(bucket_size=2000, **ddp_options), model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)  # so large that rounding stays rounding
     losses = []
     replica = dist.get_rank(parallel_state.get_data_parallel_group())
     for step in range(steps):
-        generator = torch.Generator().manual_seed(1000 * replica + step)
-        tokens = (torch.randint(0, 32, (4, 1), generator=generator) + 5 * torch.arange(9)) % 32  # easily learnt
         ddp.zero_grad_buffer()
-        positions = torch.arange(8).expand(4, -1)
-        causal = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
-        loss = ddp(tokens[:, :-1], positions, causal, labels=tokens[:, 1:]).mean()
+        loss = ddp(**batch(replica, step)).mean()
         loss.backward()
         ddp.finish_grad_sync()
         for parameter in model.parameters():
@@ -231,3 +245,39 @@ def test_ten_steps_have_the_same_losses(world: World) -> None:
         assert losses["megatron"][-1] < 0.9 * losses["megatron"][0], "it learns"
         for dispatcher in ("alltoall", "flex"):
             assert losses[dispatcher] == pytest.approx(losses["megatron"], rel=RELATIVE)
+
+
+# ---------------------------------------------------------------- the 1F1B schedule
+
+
+def check_schedule() -> None:
+    """One micro-batch's backward between the steps of another's forward, as Megatron's own schedule has it."""
+    for dispatcher in ("flex", "alltoall"):
+        with on_a2a(), model_parallel(**parallel(2)):
+            from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+            from megatron.core.pipeline_parallel.utils import set_streams
+
+            set_streams()
+            settings = moe_config(dispatcher, num_layers=2, **parallel(2))
+            batches = [batch(dist.get_rank(), step) for step in range(3)]
+            plain = language_model(settings)
+            expected = [plain(**given) for given in batches]
+            torch.autograd.backward(expected, [torch.ones_like(loss) for loss in expected])
+            settings.overlap_moe_expert_parallel_comm = True  # asked for at the start it insists on 16 bits
+            model = language_model(settings)
+            run = TransformerModelChunkSchedulePlan.run
+            losses, earlier = [], None
+            for given in [*batches, None]:
+                plan = None if given is None else model.build_schedule_plan(**given)
+                loss = run(plan, earlier, b_grad=torch.ones_like(losses[-1]) if losses else None)
+                earlier = plan
+                if loss is not None:
+                    losses.append(loss)
+            for loss, wanted in zip(losses, expected, strict=True):
+                close(loss, wanted)
+            for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                close(got.grad, wanted.grad)
+
+
+def test_interleaved_forward_and_backward(world: World) -> None:
+    world.run(check_schedule, deadline_s=DEADLINE_S)
