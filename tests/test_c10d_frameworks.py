@@ -47,7 +47,10 @@ def check_every_functional() -> None:
     same(funcol.all_gather_tensor(mine, 0, world) + 0, every)
     same(funcol.all_gather_tensor(mine, 1, world) + 0, ranks.repeat_interleave(3).expand(size, -1))
     same(funcol.reduce_scatter_tensor(mine, "avg", 0, world) + 0, torch.full((1, 3), ranks.mean().item()))
-    same(funcol.permute_tensor(mine, [(r + 1) % size for r in range(size)], world) + 0, torch.full_like(mine, ranks[rank - 1]))
+    same(
+        funcol.permute_tensor(mine, [(r + 1) % size for r in range(size)], world) + 0,
+        torch.full_like(mine, ranks[rank - 1]),
+    )
     assert served() == before + 5
     same(funcol.broadcast(mine, 1, world) + 0, torch.full_like(mine, 2.0))
     for got, factor in zip(funcol.all_reduce_coalesced([mine, 2 * mine], "sum", world), (1, 2), strict=True):
@@ -68,7 +71,9 @@ def check_functional_gradients() -> None:
     assert served() == before + 4
 
 
-@pytest.mark.parametrize("check", [check_every_functional, check_functional_gradients], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [check_every_functional, check_functional_gradients], ids=lambda check: check.__name__
+)
 def test_the_other_functional_collectives(two: A2AWorld, check: Callable[[], None]) -> None:
     two.run(check)
 

@@ -82,7 +82,11 @@ def every_layout() -> None:
     every_other = numbers.repeat_interleave(2, 3)[..., ::2]  # the same numbers, elsewhere in memory
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 3, 2), (3, 2, 0, 1), (2, 3, 1, 0)):
         dims = {"sequence_dim": order.index(1), "head_dim": order.index(2) - 4}  # counted from the end, too
-        for x in (mine(numbers).permute(order), mine(numbers).permute(order).contiguous(), mine(every_other).permute(order)):
+        for x in (
+            mine(numbers).permute(order),
+            mine(numbers).permute(order).contiguous(),
+            mine(every_other).permute(order),
+        ):
             heads = sequence_to_heads(x, **dims)
             assert torch.equal(heads, mine(numbers.permute(order), dim=order.index(2))), (rank, order)
             assert torch.equal(heads_to_sequence(heads, **dims), x), (rank, order)

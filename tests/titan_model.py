@@ -18,6 +18,7 @@ import torchtitan.tools.utils
 torchtitan.tools.utils.device_type = "cpu"
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.config.override import OverrideConfig, apply_overrides, derive, override  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
@@ -27,6 +28,8 @@ from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # 
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config  # noqa: E402
+
+from a2a.integrations import torchtitan as integration  # noqa: E402, F401
 
 WORDS, WIDTH, LENGTH, EXPERTS, TOP_K = 64, 32, 12, 8, 3
 SPMD = "partial_dtensor"  # the others need a newer torch for FSDP
@@ -43,7 +46,7 @@ class Float32Experts(GroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        w1_EFD, w2_EDF, w3_EFD = (w.to_local() if hasattr(w, "to_local") else w for w in weights)
+        w1_EFD, w2_EDF, w3_EFD = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
         ends_E = num_tokens_per_expert_E.cumsum(0)
         expert_R = torch.searchsorted(ends_E, torch.arange(x_RD.shape[0]), right=True)
         up_RF = torch.einsum("rd,rfd->rf", x_RD, w1_EFD[expert_R])
@@ -73,13 +76,9 @@ def model_config(overrides: Sequence[Any] = ()) -> Any:
     config = titan.DeepSeekV3Model.Config(
         vocab_size=WORDS,
         dim=WIDTH,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=WORDS, embedding_dim=WIDTH, param_init=titan._EMBEDDING_INIT
-        ),
+        tok_embeddings=Embedding.Config(num_embeddings=WORDS, embedding_dim=WIDTH, param_init=titan._EMBEDDING_INIT),
         norm=RMSNorm.Config(normalized_shape=WIDTH, param_init=titan._NORM_INIT),
-        lm_head=Linear.Config(
-            in_features=WIDTH, out_features=WORDS, param_init=titan._output_linear_init(WIDTH)
-        ),
+        lm_head=Linear.Config(in_features=WIDTH, out_features=WORDS, param_init=titan._output_linear_init(WIDTH)),
         layers=layers,
         mtp_layers=[],
     )
@@ -152,8 +151,9 @@ def train(overrides: Sequence[Any], steps: int, replicas: int = 1, compiled: boo
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        ids = torch.randint(WORDS, (2, LENGTH + 1), generator=generator)
-        loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        ids = torch.randint(WORDS, (2, LENGTH), generator=generator)
+        targets = (5 * ids + 1) % WORDS  # what can be learned
+        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

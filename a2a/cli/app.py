@@ -292,7 +292,8 @@ def plan(
 @app.command()
 def trial(
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND", help="The job, as you start it: torchrun --nproc-per-node 8 ...")
+        list[str],
+        typer.Argument(metavar="-- COMMAND", help="The job, as you start it: torchrun --nproc-per-node 8 ..."),
     ],
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps after which the job is ended.")] = 20,
     tolerance: Annotated[

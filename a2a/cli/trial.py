@@ -175,10 +175,14 @@ def late_peers(records: Sequence[dict[str, Any]]) -> list[tuple[int, int, float,
 # ---------------------------------------------------------------------------------------------------------- for people
 
 
-def _show(request: Request, records: dict[str, list[dict[str, Any]]], noise: Difference, difference: Difference) -> None:
+def _show(
+    request: Request, records: dict[str, list[dict[str, Any]]], noise: Difference, difference: Difference
+) -> None:
     out = show.console()
     ranks = len(records[RUNS[0]])
-    out.print(f"[bold]{' '.join(request.command)}[/bold], {request.steps} steps, {ranks} ranks with a loss or optimizer\n")
+    out.print(
+        f"[bold]{' '.join(request.command)}[/bold], {request.steps} steps, {ranks} ranks with a loss or optimizer\n"
+    )
     rows = []
     for name in RUNS:
         figures = summary(records[name], request.warm_up)
@@ -197,8 +201,10 @@ def _show(request: Request, records: dict[str, list[dict[str, Any]]], noise: Dif
     late = late_peers(records[RUNS[-1]])
     if late:
         out.print()
-        cells = [[str(rank), str(times), f"{total:.1f}", f"{longest:.1f}"] for rank, times, total, longest in late[:8]]
-        show.print_table(out, ["late rank", "times", "waited for, ms", "longest, ms"], cells, title="Who was waited for")
+        waits = [[str(rank), str(times), f"{total:.1f}", f"{longest:.1f}"] for rank, times, total, longest in late[:8]]
+        show.print_table(
+            out, ["late rank", "times", "waited for, ms", "longest, ms"], waits, title="Who was waited for"
+        )
 
 
 def _verdict(noise: Difference, difference: Difference) -> Iterator[str]:

@@ -6,9 +6,9 @@ here at the top, and a process that never imports torch is left alone.
 
 Decisions:
 
-* **A step** is a backward pass followed by `Optimizer.step` of any optimizer; its losses are the one-element tensors on which
-  the backward passes were called. Both are caught where all callers pass: torch's global optimizer hook, and the autograd
-  engine, which `Tensor.backward`, `torch.autograd.backward` and Megatron's own backward call.
+* **A step** is a backward pass followed by `Optimizer.step` of any optimizer; its losses are the one-element tensors that
+  backward passes began at. Both are caught where all callers pass: torch's global optimizer hook, and the autograd engine,
+  which `Tensor.backward`, `torch.autograd.backward` and Megatron's own backward call.
 * **Names are wrapped as soon as torch is imported**, before any module of the job can take them.
 * **Nothing waits for the GPU before the end**: losses stay tensors, times are CUDA events where CUDA is in use.
 * **The process ends in the middle of its program** (`os._exit`), once all ranks have come so far: checkpoints and reports
@@ -23,6 +23,7 @@ import datetime
 import functools
 import importlib
 import importlib.abc
+import itertools
 import json
 import os
 import sys
@@ -157,7 +158,9 @@ class Recorder:
         self.wrap((a2a.Work,), "wait")
         for name in EXPERT_PARALLEL:
             self.wrap((a2a.ExpertParallel,), name)
-        callbacks = {module: functools.partial(self.enable, name) for module, name in INTEGRATIONS.items()}
+        callbacks: dict[str, Callable[[Any], None]] = {
+            module: functools.partial(self.enable, name) for module, name in INTEGRATIONS.items()
+        }
         sys.meta_path.insert(0, AfterImport(callbacks))
 
     def enable(self, integration: str, _: Any) -> None:
@@ -241,7 +244,7 @@ class Recorder:
 
     def step_times(self) -> Iterator[float]:
         """Seconds of each step from the second on."""
-        for (before, event_before), (after, event) in zip(self.moments, self.moments[1:]):
+        for (before, event_before), (after, event) in itertools.pairwise(self.moments):
             if event is None or event_before is None:
                 yield after - before
             else:
@@ -255,7 +258,7 @@ class Recorder:
         _, size = place()
         if size > 1:
             with contextlib.suppress(RuntimeError, ValueError):  # the store went with a rank that is through
-                store = c10d._get_default_store()  # type: ignore[attr-defined]
+                store = c10d._get_default_store()
                 if store.add(KEY, 1) == size:
                     store.set(f"{KEY} is over", "")
                 store.wait([f"{KEY} is over"], datetime.timedelta(seconds=GATHER_S))
@@ -274,7 +277,7 @@ def place() -> tuple[int, int]:
     """(rank, number of ranks) of this process."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized():  # type: ignore[no-untyped-call]
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 

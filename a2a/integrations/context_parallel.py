@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import a2a
 
@@ -58,11 +59,11 @@ def sequence_to_heads(
         )
     _check_lengths("sequence_to_heads", lengths, rank, size, here)
     # To each rank its block of heads: [P, S/P, ..., heads/P, ...], sequence first, without the sequence where it was.
-    rows = x.unflatten(head_dim, (size, heads // size))
+    rows: Tensor = x.unflatten(head_dim, (size, heads // size))  # type: ignore[no-untyped-call]
     sequence_at = sequence_dim if sequence_dim < head_dim else sequence_dim + 1
     rows = rows.movedim((head_dim, sequence_at), (0, 1)).contiguous().flatten(0, 1)
-    splits = (None, None) if lengths is None else (list(lengths), [here] * size)
-    return _exchange(rows, *splits, group).movedim(0, sequence_dim)
+    lists = None if lengths is None else (list(lengths), [here] * size)
+    return _exchange(rows, lists, group).movedim(0, sequence_dim)
 
 
 def heads_to_sequence(
@@ -83,39 +84,44 @@ def heads_to_sequence(
     whole = x.shape[sequence_dim]
     if lengths is None and whole % size:
         raise ValueError(
-            f"heads_to_sequence: dimension {sequence_dim} has {whole} positions, which {size} ranks can't share evenly; pass "
-            f"lengths, or pad the sequence"
+            f"heads_to_sequence: dimension {sequence_dim} has {whole} positions, which {size} ranks can't share evenly; "
+            f"pass lengths, or pad the sequence"
         )
     if lengths is not None and sum(lengths) != whole:
-        raise ValueError(f"heads_to_sequence: lengths={list(lengths)} add up to {sum(lengths)}; x has {whole} positions")
+        raise ValueError(
+            f"heads_to_sequence: lengths={list(lengths)} add up to {sum(lengths)}; x has {whole} positions"
+        )
     here = whole // size if lengths is None else _check_lengths("heads_to_sequence", lengths, rank, size, None)
     rows = x.movedim(sequence_dim, 0).contiguous()
-    splits = (None, None) if lengths is None else ([here] * size, list(lengths))
-    blocks = _exchange(rows, *splits, group).unflatten(0, (size, here))  # [P, S/P, ...]: a block of heads a rank
+    lists = None if lengths is None else ([here] * size, list(lengths))
+    # [P, S/P, ...]: a block of heads a rank
+    blocks: Tensor = _exchange(rows, lists, group).unflatten(0, (size, here))  # type: ignore[no-untyped-call]
     head_at = head_dim + (2 if head_dim < sequence_dim else 1)  # where the heads are, with two dimensions in front
     # The ranks' blocks lie before the heads of each, and are one dimension with them; the sequence then goes home.
     y = blocks.movedim(0, head_at - 1).flatten(head_at - 1, head_at)
     return y.movedim(0, sequence_dim)
 
 
-def _exchange(rows: Tensor, output_splits: list[int] | None, input_splits: list[int] | None, group: Any) -> Tensor:
+def _exchange(rows: Tensor, splits: tuple[list[int], list[int]] | None, group: Any) -> Tensor:
+    """An all-to-all of rows; `splits` are those of the output and of the input."""
     if not torch.compiler.is_compiling():
-        y: Tensor = _AllToAll.apply(rows, output_splits, input_splits, _process_group(group))  # type: ignore[no-untyped-call]
+        y: Tensor = _AllToAll.apply(rows, splits, _process_group(group))  # type: ignore[no-untyped-call]
         return y
     if isinstance(group, a2a.Communicator):
-        raise TypeError("context parallelism: while compiling, pass a ProcessGroup or DeviceMesh: the graph names groups")
-    named = dist.group.WORLD if group is None else group
-    return funcol.all_to_all_single_autograd(rows, output_splits, input_splits, named)
+        raise TypeError(
+            "context parallelism: while compiling, pass a ProcessGroup or DeviceMesh: the graph names groups"
+        )
+    named: Any = dist.group.WORLD if group is None else group
+    return funcol.all_to_all_single_autograd(rows, *(splits or (None, None)), named)
 
 
 class _AllToAll(torch.autograd.Function):
     """An all-to-all of rows; its gradient is the one with the splits exchanged."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: Tensor, output_splits: list[int] | None, input_splits: list[int] | None, group: Any
-    ) -> Tensor:
-        ctx.splits, ctx.group = (output_splits, input_splits), group
+    def forward(ctx: Any, rows: Tensor, splits: tuple[list[int], list[int]] | None, group: Any) -> Tensor:
+        ctx.splits, ctx.group = splits, group
+        output_splits, input_splits = splits or (None, None)
         height = len(rows) if output_splits is None else sum(output_splits)
         output = rows.new_empty((height, *rows.shape[1:]))
         a2a.all_to_all_single(output, rows, output_splits, input_splits, group)
@@ -123,19 +129,19 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        output_splits, input_splits = ctx.splits
-        grad_rows: Tensor = _AllToAll.apply(grad.contiguous(), input_splits, output_splits, ctx.group)  # type: ignore[no-untyped-call]
-        return grad_rows, None, None, None
+        splits = None if ctx.splits is None else ctx.splits[::-1]
+        grad_rows: Tensor = _AllToAll.apply(grad.contiguous(), splits, ctx.group)  # type: ignore[no-untyped-call]
+        return grad_rows, None, None
 
 
 def _process_group(group: Any) -> Any:
-    return group.get_group() if isinstance(group, dist.DeviceMesh) else group
+    return group.get_group() if isinstance(group, DeviceMesh) else group
 
 
 def _place(group: Any) -> tuple[int, int]:
     if isinstance(group, a2a.Communicator):
         return group.rank, group.world_size
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         return group.get_local_rank(), group.size()
     return dist.get_rank(group), dist.get_world_size(group)
 

@@ -54,11 +54,11 @@ class Metadata:
     routing: a2a.Routing
 
 
-class TokenDispatcher(AllToAllTokenDispatcher):
+class TokenDispatcher(AllToAllTokenDispatcher):  # type: ignore[misc]  # untyped in TorchTitan
     """TorchTitan's dispatcher for expert parallelism, on a2a."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(AllToAllTokenDispatcher.Config):
+    class Config(AllToAllTokenDispatcher.Config):  # type: ignore[misc]
         """As AllToAllTokenDispatcher's.
 
         Attributes:
@@ -86,7 +86,7 @@ class TokenDispatcher(AllToAllTokenDispatcher):
         return _combine(self, routed_output_RD, metadata, x_TD)
 
 
-@override(target=AllToAllTokenDispatcher.Config, exact=True, description="tokens travel through a2a.ExpertParallel")
+@override(target=AllToAllTokenDispatcher.Config, exact=True, description="tokens travel through a2a.ExpertParallel")  # type: ignore[untyped-decorator]
 def expert_parallel(
     cfg: AllToAllTokenDispatcher.Config,
     *,
@@ -101,7 +101,9 @@ def expert_parallel(
     """
     _check_version()
     _log.info("torchtitan: a2a replaces a token dispatcher of %d experts, top-%d", cfg.num_experts, cfg.top_k)
-    config: TokenDispatcher.Config = derive(cfg, TokenDispatcher.Config, max_tokens=max_tokens, wire=wire, num_sms=num_sms)
+    config: TokenDispatcher.Config = derive(
+        cfg, TokenDispatcher.Config, max_tokens=max_tokens, wire=wire, num_sms=num_sms
+    )
     return config
 
 
@@ -215,9 +217,9 @@ def _check_version() -> None:
     version = importlib.metadata.version("torchtitan")
     if version not in VERSIONS:
         raise a2a.UnsupportedError(
-            f"a2a.integrations.torchtitan: TorchTitan {version} is installed, and a2a knows {', '.join(VERSIONS)}: it stands "
-            f"in for TorchTitan's AllToAllTokenDispatcher, whose methods change from release to release. Install one of "
-            f"those, or leave the override out and use backend \"a2a\" for the expert-parallel group"
+            f"a2a.integrations.torchtitan: TorchTitan {version} is installed, and a2a knows {', '.join(VERSIONS)}: it "
+            f"stands in for TorchTitan's AllToAllTokenDispatcher, whose methods change from release to release. Install "
+            f'one of those, or leave the override out and use backend "a2a" for the expert-parallel group'
         )
 
 
