@@ -293,6 +293,17 @@ def _complete(works: queue.SimpleQueue[Work | None]) -> None:
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
+def open_communicators() -> list[tuple[Communicator, list[int]]]:
+    """The communicators of this process that are open, each with its ranks as the whole job counts them."""
+    found = []
+    for comm in list(_open):
+        if not comm._closed:
+            group = None if comm._group is None else comm._group()
+            ranks = _place_in_job(group).get("job_ranks", range(comm.world_size))
+            found.append((comm, list(ranks)))
+    return found
+
+
 @atexit.register
 def _close_all() -> None:
     """Peers that still wait are told before the interpreter falls apart."""

@@ -350,6 +350,25 @@ def plan(
 
 
 @app.command()
+def trial(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND", help="The job, as you start it: torchrun --nproc-per-node 8 ..."),
+    ],
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps after which the job is ended.")] = 20,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Exit with 1 if a loss with a2a differs by more than this, relative.")
+    ] = None,
+    json: Json = None,
+) -> int:
+    """Run your own job for some steps as it is, twice, and with a2a: what changes in its losses and in its time?"""
+    from a2a.cli import trial as runner
+
+    warm_up = min(2, steps - 2)
+    return runner.run(runner.Request(tuple(command), steps, warm_up, tolerance), json)
+
+
+@app.command()
 def simulate(
     preset: Annotated[
         str | None,
