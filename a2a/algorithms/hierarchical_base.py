@@ -105,7 +105,9 @@ def best(request: Request, inner: Any) -> tuple[Algorithm, Cost] | None:
 
 
 def _of(op: str) -> list[Algorithm]:
-    return [a for a in algorithms.candidates() if a.op == op and not isinstance(a, Across)]
+    """What may run inside a domain: nothing whose sums have no fixed order."""
+    known = algorithms.candidates()
+    return [a for a in known if a.op == op and a.deterministic and not isinstance(a, Across)]
 
 
 def part_of(request: Request, op: str, num_bytes: int) -> Request:

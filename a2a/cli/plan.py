@@ -179,6 +179,7 @@ def _imagined(given: str) -> Any:
         world_size=topology.world_size,
         topology=topology,
         device_type=device_type,
+        deterministic=True,
         group=topology,  # anything but None: ranks of a job have one, and a store
         store=topology,
         why_not=lambda transport, part: not_one_domain(part) or (None if transport in fitting else "for other memory"),
