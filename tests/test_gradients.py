@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -350,6 +351,42 @@ def checkpointed() -> None:
 @pytest.mark.ranks(2)
 def test_checkpointed_parts_and_a_second_backward_pass(world: World) -> None:
     world.run(checkpointed)
+
+
+def checkpointed_within_the_pass(bucket_mb: float) -> None:
+    """A reentrant checkpoint runs a backward pass inside the backward pass."""
+    model, rank = network(), dist.get_rank()
+    with a2a.GradientReducer(model, topology=topology(1, 1), bucket_mb=bucket_mb):
+        for step in range(3):
+            model.zero_grad()
+            x, y = batch(rank, step)
+            hidden = torch.utils.checkpoint.checkpoint(model[:3], x.requires_grad_(), use_reentrant=True)
+            (model[3:](hidden) - y).square().mean().backward()
+            close(model, [step])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_mb", [0.001, 25])
+def test_a_pass_inside_a_pass(world: World, bucket_mb: float) -> None:
+    world.run(checkpointed_within_the_pass, bucket_mb=bucket_mb)
+
+
+def takes_the_topology_of_the_environment() -> None:
+    os.environ["A2A_TOPOLOGY"] = "cpu:2x2"
+    try:
+        model = network()
+        with a2a.GradientReducer(model) as reducer:
+            assert [domain.ranks for domain in reducer.topology.domains] == [(0, 1), (2, 3)]
+            loss_of(model, dist.get_rank(), 0).backward()
+            close(model, [0])
+            assert reducer.stats()["bytes_sent"] > 0
+    finally:
+        del os.environ["A2A_TOPOLOGY"]
+
+
+@pytest.mark.ranks(4)
+def test_the_environment_names_a_topology(world: World) -> None:
+    world.run(takes_the_topology_of_the_environment)
 
 
 def several_at_once() -> None:

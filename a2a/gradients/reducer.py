@@ -11,6 +11,7 @@ and is kept. Nothing overlaps in that pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -265,10 +266,12 @@ class GradientReducer:
         if task != self._task:
             self._buckets.begin()
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._pass_ended, task))
         self._buckets.take(index)
 
-    def _pass_ended(self) -> None:
+    def _pass_ended(self, task: int) -> None:
+        if task != self._task:
+            return  # one inside it has reduced everything
         self._task = -1
         self._buckets.finish()
         self._finished = True
