@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from a2a.errors import A2AError, InterruptedRankError, MismatchError, PeerTimeoutError
+from a2a.errors import A2AError, InterruptedRankError, MismatchError, PeerTimeoutError, RowOverflowError
 from a2a.kernels.cpu import Cause
 from a2a.topology import Topology
 from a2a.transport import candidates
@@ -87,7 +87,8 @@ class _Record:
             return PeerTimeoutError(told, rank=rank, peer=self.peer, op=self.op, cause=self.cause)
         if self.kind == "MismatchError":
             return MismatchError(told, rank=rank, peer=self.peer, op=self.op)
-        return InterruptedRankError(told) if self.kind == "InterruptedRankError" else A2AError(told)
+        kinds = {"InterruptedRankError": InterruptedRankError, "RowOverflowError": RowOverflowError}
+        return kinds.get(self.kind, A2AError)(told)
 
 
 class Domains:

@@ -58,7 +58,7 @@ def test_bench_gradients_on_two_hosts(here: Here) -> None:
         (("gradients", "--hosts", "2", "--topology", "cpu:2x2"), "leave --topology out"),
         (("gradients", "--wire", "mxfp8"), "'mxfp8' is not one of bf16, fp8"),
         (("gradients", "--plot", "x.png"), "no drawing of gradients"),
-        (("moe", "--hosts", "2"), "--topology and --hosts are for gradients"),
+        (("moe", "--topology", "cpu:2x2"), "--topology is for gradients"),
     ],
 )
 def test_mistakes_are_explained(here: Here, words: tuple[str, ...], says: str) -> None:

@@ -74,11 +74,12 @@ class Across(Algorithm):
     def _cost(self, request: Request, comm: Communicator, view: Any) -> Cost:
         parts = [best(part_of(request, op, num_bytes), view) for op, num_bytes in self.parts(request, comm, view)]
         costs = [cost for _, cost in filter(None, parts)]
+        crossing = self.crossing(request, comm, view)
         return Cost(
             steps=sum(cost.steps for cost in costs),
             scale_up_bytes=sum(cost.scale_up_bytes for cost in costs),
-            scale_out_bytes=self.crossing(request, comm, view),
-            copied_bytes=sum(cost.copied_bytes for cost in costs),
+            scale_out_bytes=crossing,
+            copied_bytes=sum(cost.copied_bytes for cost in costs) + 3 * crossing,  # as the engine's own ops
             rail_steps=self.rail_steps,
         )
 
@@ -105,7 +106,7 @@ def part_of(request: Request, op: str, num_bytes: int) -> Request:
     """What a domain is asked for in the course of `request`."""
     reduces = request.get("reduce_op")
     detail = (("reduce_op", "sum" if reduces == "avg" else reduces),) if op == "reduce_scatter" else ()
-    return Request(op, request.dtype, num_bytes, detail)
+    return Request(op, request.dtype if op == "reduce_scatter" else torch.uint8, num_bytes, detail)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -130,7 +131,8 @@ class Inside:
         return mine
 
     def gather(self, region: torch.Tensor) -> None:
-        """Fill `size` slots with each rank's own, which lies in its place."""
+        """Fill the `size` slots of a flat tensor with each rank's own, which lies in its place."""
+        region = region.view(torch.uint8) if region.numel() else region
         mine = region.view(self.size, region.numel() // self.size)[self.rank]
         self._run("all_gather", region, mine, mine.nbytes)
 

@@ -96,7 +96,7 @@ def _cell(request: Request, case: GradientCase, name: str, control: Control, her
         num_bytes=case.elements * dtype.itemsize,
         dtype=name,
         ranks=control.world_size,
-        case={**asdict(case), "hosts": request.hosts, "mbit": request.mbit if request.hosts > 1 else None},
+        case={**asdict(case), "hosts": request.hosts, "mbit": request.mbit_per_s if request.hosts > 1 else None},
         env=environment(shape, request.command, here.device),
     )
     for step in steps:
