@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -351,6 +353,29 @@ def checkpointed() -> None:
 @pytest.mark.ranks(2)
 def test_checkpointed_parts_and_a_second_backward_pass(world: World) -> None:
     world.run(checkpointed)
+
+
+def goes_on_and_on(sizes: tuple[int, ...]) -> None:
+    """Steps back to back with random pauses while gradients come: ranks are at different buckets all the time."""
+    rank, rng = dist.get_rank(), random.Random(dist.get_rank())
+    counts = [64 * n for n in range(1, 13)]
+    model = Planted(counts, [F32] * len(counts))
+    for weight in model.weights:
+        weight.register_post_accumulate_grad_hook(lambda _: time.sleep(rng.choice([0, 0, 0, 0.001, 0.004])))
+    references = [Reference(sizes, count, F32, None) for count in counts]
+    with a2a.GradientReducer(model, topology=topology(*sizes), bucket_mb=0.001):
+        for step in range(25):
+            model.zero_grad(set_to_none=rng.random() < 0.5)
+            given = [[values(r, count, F32, step) for count in counts] for r in range(sum(sizes))]
+            model.loss(given[rank]).backward()
+            for n, (weight, reference) in enumerate(zip(model.weights, references, strict=True)):
+                same(weight.grad, reference.step([one[n] for one in given]))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 1, 1, 1)], ids=str)
+def test_steps_back_to_back_with_pauses(world: World, sizes: tuple[int, ...]) -> None:
+    world.run(goes_on_and_on, sizes=sizes)
 
 
 def checkpointed_within_the_pass(bucket_mb: float) -> None:

@@ -189,7 +189,8 @@ class Buckets:
         Parameters that had none there come last, in reverse order.
         """
         count = len(self._params)
-        order = self._order + [index for index in reversed(range(count)) if index not in set(self._order)]
+        came = set(self._order)
+        order = self._order + [index for index in reversed(range(count)) if index not in came]
         told = self._memory("the order of gradients", count, torch.float64, average=False)  # whole numbers, so exact
         if self._ways.rank == 0:
             told.flat[:count].copy_(torch.tensor(order, dtype=torch.float64))

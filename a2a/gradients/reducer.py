@@ -127,7 +127,9 @@ class GradientReducer:
             make_wire(settings["wire"], torch.float32, device)
         except ValueError as error:
             problem = problem or error
-        agree(group, named, ", ".join(f"{name}={value}" for name, value in settings.items()), problem)
+        domains = "None" if topology is None else "/".join(str(list(domain.ranks)) for domain in topology.domains)
+        said = ", ".join(f"{name}={value}" for name, value in {**settings, "topology": domains}.items())
+        agree(group, named, said, problem)
         self._ways = Hierarchy(group, topology, device)
         self._pipeline = PIPELINES[device.type](device, self._ways.broke)
         self._ways.own(self._pipeline.stop)
