@@ -215,6 +215,37 @@ class Buckets:
         self._pipeline.call(f"the memory of {what}", lambda: made.append(Tensors(self._ways, count, dtype, **options)))
         return made[0]
 
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """See `GradientReducer.state_dict`."""
+        if self._buckets is None:
+            return {"order": [], "owed": []}
+        order = [self._names[slot.param] for bucket in self._buckets for slot in bucket.plan.slots]
+        return {"order": order, "owed": [_copied(bucket.tensors.owed()) for bucket in self._buckets]}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """See `GradientReducer.load_state_dict`."""
+        if not state["order"]:
+            return
+        if sorted(state["order"]) != sorted(self._names):
+            other = sorted(set(state["order"]) ^ set(self._names))
+            raise ValueError(f"GradientReducer.load_state_dict: the state is of another model; {other[:3]} differ")
+        if self._buckets is None:
+            index = {name: number for number, name in enumerate(self._names)}
+            self._make([index[name] for name in state["order"]])
+        mine = self.state()
+        shapes = [[{name: owed.shape for name, owed in b.items()} for b in one["owed"]] for one in (mine, state)]
+        if mine["order"] != state["order"] or shapes[0] != shapes[1]:
+            raise ValueError(
+                "GradientReducer.load_state_dict: the state is of other buckets, another wire format, another topology or "
+                "another rank; make the reducer as it was then, and load before the first backward pass"
+            )
+        for bucket, owed in zip(self._known, state["owed"], strict=True):
+            for name, tensor in bucket.tensors.owed().items():
+                tensor.copy_(owed[name])
+
     # ---- parameters of scattered gradients
 
     @torch.no_grad()
@@ -235,6 +266,10 @@ class Buckets:
             self._pipeline.wait(flight)
             for slot, view in zip(bucket.plan.slots, bucket.views, strict=True):
                 self._params[slot.param].copy_(view)
+
+
+def _copied(owed: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in owed.items()}
 
 
 def _view(flat: Tensor, slot: Slot, param: nn.Parameter | Tensor) -> Tensor:

@@ -247,6 +247,20 @@ class GradientReducer:
         self._check("stats")
         return {**self._buckets.stats.told(self._pipeline), "bytes_sent": self._ways.bytes_sent}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs for a run to go on with the same bits: the gradients' order, this rank's error feedback."""
+        self._check("state_dict")
+        return self._buckets.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Collective; before the first backward pass, each rank with its own `state_dict`.
+
+        Raises:
+            ValueError: it is of another model, other buckets, another topology or another rank.
+        """
+        self._check("load_state_dict")
+        self._buckets.load(state)
+
     def close(self) -> None:
         """Let go of the module, whose backward passes reduce nothing then, and leave. Local and idempotent."""
         self._closed = True

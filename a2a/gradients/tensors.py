@@ -68,6 +68,10 @@ class Tensors:
             begin = rail * self._shard + layout.domain * self._piece
             yield rail, begin, max(0, min(self._piece, self.count - begin))
 
+    def owed(self) -> dict[str, Tensor]:
+        """What this rank's payloads of it owe."""
+        return {f"rail {i}, {name}": owed for i, shard in self._rails.items() for name, owed in shard.owed().items()}
+
     # ---- the legs
 
     def domain_reduce(self) -> None:
