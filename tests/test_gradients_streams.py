@@ -1,7 +1,7 @@
 """GradientReducer's legs on streams, as GPUs have them, with made-up streams on a CPU: what waits for what.
 
-A made-up stream does at once what it is given, and notes what it was told to wait for. So the results show that nothing is
-left out, and the notes that everything that must be waited for is.
+A made-up stream does at once what it is given, and notes what it was told to wait for. So the results show that nothing
+is left out, and the notes that everything that must be waited for is.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Bucket:
 
 
 class Buckets:
-    """All buckets of a module; they are not known before the first backward pass has ended, but where they are scattered."""
+    """All buckets of a module; not known before the first backward pass has ended, unless they are scattered."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ def _copied(owed: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _view(flat: Tensor, slot: Slot, param: nn.Parameter | Tensor) -> Tensor:
-    """A slot in the shape of its parameter, and in its strides where these leave no holes: autograd adds to it in place."""
+    """A slot in its parameter's shape, and strides where these leave no holes, so that autograd adds to it in place."""
     part = flat[slot.offset : slot.offset + slot.count]
     if torch._prims_common.is_non_overlapping_and_dense_or_false(param):
         return part.as_strided(param.shape, param.stride(), part.storage_offset())

@@ -118,7 +118,7 @@ class Hierarchy:
                 self.rails[leg] = torch_rails(self._store, topology, self.rank, self.device, self._timeout_s, where)
 
     def _domain(self, topology: Topology, prefix: str) -> Communicator:
-        """A communicator of this rank's domain; without an engine, whose sums have an order of their own, if possible."""
+        """A communicator of this rank's domain; if possible without an engine, whose sums have their own order."""
         ranks = topology.domain_of(self.rank).ranks
         place, inner = self.layout.place, topology.restrict(ranks)
 

@@ -143,7 +143,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add to this rank's gradients and send nothing; the next one outside reduces the sum."""
+        """Inside, backward passes add to this rank's gradients and send nothing; the next outside reduces the sum."""
         self._check("no_sync")
         before, self._sync = self._sync, False
         try:
@@ -248,7 +248,7 @@ class GradientReducer:
         return {**self._buckets.stats.told(self._pipeline), "bytes_sent": self._ways.bytes_sent}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs for a run to go on with the same bits: the gradients' order, this rank's error feedback."""
+        """What a run needs to go on with the same bits: the gradients' order, and this rank's error feedback."""
         self._check("state_dict")
         return self._buckets.state()
 
