@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from a2a.config import config
+from a2a.cost_cache import agreed
 from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
 from a2a.kernels import cpu
 from a2a.kernels.prepared import prepared
@@ -50,12 +51,14 @@ class Communicator:
     Attributes:
         rank, world_size: this rank's place in the group, and the number of ranks.
         topology: who shares memory with whom.
+        costs: what primitives take here: measured, where all ranks hold the same table, or built in.
         transport: the shared memory, or None where no transport serves this topology (then `why_no_transport` says why
             and every op runs on torch.distributed).
         timeout_s: how long a rank waits for a peer.
         device: where the tensors are that it serves; `device_type` is its kind.
         group: the ProcessGroup that it stands for, or None.
         store: the group's key-value store, which rails between domains are made through, or None.
+        deterministic: whether sums are taken in rank order wherever a2a takes them.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Communicator:
         refused: str = "",
         store: Any = None,
         prefix: str = "a2a",
+        deterministic: bool = True,
     ) -> None:
+        self.deterministic = deterministic
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.device = torch.empty(0, device=device).device  # with its index, where there is one
         self.device_type = self.device.type
@@ -86,6 +91,7 @@ class Communicator:
                 f"communicator: the topology has {self.topology.world_size} ranks, the group has {world_size}; "
                 f"pass topology.restrict(ranks of the group)"
             )
+        self.costs = agreed(exchange, rank, self.topology)
         self.transport: Transport | None = None
         self.why_no_transport: dict[str, str] = {}
         self._closed = False
@@ -287,6 +293,17 @@ def _complete(works: queue.SimpleQueue[Work | None]) -> None:
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
+def open_communicators() -> list[tuple[Communicator, list[int]]]:
+    """The communicators of this process that are open, each with its ranks as the whole job counts them."""
+    found = []
+    for comm in list(_open):
+        if not comm._closed:
+            group = None if comm._group is None else comm._group()
+            ranks = _place_in_job(group).get("job_ranks", range(comm.world_size))
+            found.append((comm, list(ranks)))
+    return found
+
+
 @atexit.register
 def _close_all() -> None:
     """Peers that still wait are told before the interpreter falls apart."""
@@ -298,7 +315,11 @@ def _close_all() -> None:
 
 
 def communicator(
-    group: Any = None, topology: Topology | None = None, timeout: Any = None, device: Any = "cpu"
+    group: Any = None,
+    topology: Topology | None = None,
+    timeout: Any = None,
+    device: Any = "cpu",
+    deterministic: bool = True,
 ) -> Communicator:
     """Make a new communicator for `group`. Collective over the group; close it, or use it as a context manager.
 
@@ -309,14 +330,18 @@ def communicator(
         topology: instead of what A2A_TOPOLOGY names or detection finds; of the group's ranks.
         timeout: seconds or a timedelta that a rank waits for a peer; default: A2A_TIMEOUT_S, else the group's own.
         device: where its tensors are: "cpu", "cuda" (the current one) or a torch.device.
+        deterministic: False: sums may be taken in another order than that of ranks where that is faster, which only an
+            NVLink switch does. Equal on all ranks.
     Raises:
         PeerTimeoutError: a rank of the group did not come; names it.
         UnsupportedError: this machine refuses what the transport needs; says what.
     """
-    return _made(_resolve_group(group, "communicator"), topology, timeout, device)
+    return _made(_resolve_group(group, "communicator"), topology, timeout, device, deterministic=deterministic)
 
 
-def _made(group: Any, topology: Topology | None, timeout: Any, device: Any, refused: str = "") -> Communicator:
+def _made(
+    group: Any, topology: Topology | None, timeout: Any, device: Any, refused: str = "", deterministic: bool = True
+) -> Communicator:
     _not_while_capturing(torch.device(device))
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if seconds is not None and not seconds > 0:
@@ -327,7 +352,7 @@ def _made(group: Any, topology: Topology | None, timeout: Any, device: Any, refu
     store, prefix = _store_of(group), f"a2a/{serial}"
     exchange = _group_exchange(group, store, prefix, rank, world_size, limit)
     return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group, device=device,
-                        refused=refused, store=store, prefix=prefix)  # fmt: skip
+                        refused=refused, store=store, prefix=prefix, deterministic=deterministic)  # fmt: skip
 
 
 def _not_while_capturing(device: torch.device) -> None:

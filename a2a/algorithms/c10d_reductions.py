@@ -28,11 +28,8 @@ class _C10d(Baseline, Reduction):
         size, n = request.num_bytes, comm.world_size
         remote = size * (n - 1) if self.op == "all_gather" else size * (n - 1) // n
         remote *= 2 if self.op == "all_reduce" else 1
-        steps, crossing = 1, remote
-        if not comm.topology.is_single_domain:  # a ring in rank order
-            steps, crossing = (n - 1) * (2 if self.op == "all_reduce" else 1), int(remote * _crossings(comm.topology))
-        # Sockets or rings of the engine: at least one more copy at each end than a direct store.
-        return Cost(steps=8, scale_out_bytes=crossing, copied_bytes=size + 3 * remote, rail_steps=steps)
+        steps = (n - 1) * (2 if self.op == "all_reduce" else 1)  # of a ring in rank order
+        return self.engine_cost(request, comm, remote, int(remote * _crossings(comm.topology)), steps)
 
     def register(self, comm: Communicator, agree: str, text: str) -> int:
         return 0
@@ -99,5 +96,6 @@ class ReduceScatterC10d(_C10d):
 class AllGatherC10d(_C10d):
     """See the module's docstring."""
 
+    deterministic: ClassVar[bool] = True  # nothing is summed
     name: ClassVar[str] = "c10d"
     op: ClassVar[str] = "all_gather"

@@ -169,7 +169,7 @@ class Sources:
         return sum(source >= 0 for source in self.flat)
 
 
-class Part(NamedTuple):
+class Payload(NamedTuple):
     """Tokens of one source that a rank brings: rows (or e4m3 and scales), and their numbers there (None: 0, 1, ...)."""
 
     rows: torch.Tensor
@@ -247,5 +247,5 @@ def routed_bytes(request: Request, comm: Communicator) -> tuple[int, int]:
 
 __all__ = [
     *("DTYPE_CODE", "OPS", "SCALE_DTYPE", "WIRE_BLOCK", "WIRE_CODE"),
-    *("Dispatched", "Moe", "MoeExchange", "MoeSpec", "Origins", "Part", "Sources", "routed_bytes"),
+    *("Dispatched", "Moe", "MoeExchange", "MoeSpec", "Origins", "Payload", "Sources", "routed_bytes"),
 ]

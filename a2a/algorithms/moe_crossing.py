@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from a2a.algorithms.moe_base import DTYPE_CODE, SCALE_DTYPE, WIRE_CODE, MoeSpec, Origins, Part
+from a2a.algorithms.moe_base import DTYPE_CODE, SCALE_DTYPE, WIRE_CODE, MoeSpec, Origins, Payload
 from a2a.kernels import cpu
 
 _INDEX_BYTES = 8  # number and mask of a token
@@ -175,21 +175,21 @@ class Packing:
         """Of a message with the rows of so many tokens, and their scales."""
         return self._room(tokens)[0] * (self.row_bytes + self.scale_bytes)
 
-    def pack_rows(self, out: torch.Tensor, source: Part, list_N: torch.Tensor) -> None:
+    def pack_rows(self, out: torch.Tensor, source: Payload, list_N: torch.Tensor) -> None:
         """Store the rows of some tokens, then their scales."""
         self._gather(out, source.rows, list_N, self.row_bytes)
         if source.scales is not None:
             room, _ = self._room(len(list_N))
             self._gather(out[room * self.row_bytes :], source.scales, list_N, self.scale_bytes)
 
-    def rows(self, packed: torch.Tensor, tokens: int) -> Part:
+    def rows(self, packed: torch.Tensor, tokens: int) -> Payload:
         """The rows of a message, where they lie."""
         spec, (room, _) = self._spec, self._room(tokens)
         flat = packed[: tokens * self.row_bytes]
         if spec.wire is None:
-            return Part(flat.view(spec.dtype).view(tokens, spec.hidden))
+            return Payload(flat.view(spec.dtype).view(tokens, spec.hidden))
         scales = packed[room * self.row_bytes :][: tokens * self.scale_bytes]
-        return Part(
+        return Payload(
             flat.view(torch.float8_e4m3fn).view(tokens, spec.hidden),
             scales.view(SCALE_DTYPE[spec.wire]).view(tokens, spec.scale_blocks),
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.moe_base import MoeExchange, MoeSpec, Sources, routed_bytes
 from a2a.algorithms.moe_staged import _MOST_POOL_BYTES, _WORST_CASES, MoeStaged, SharedMemoryExchange
 
@@ -45,7 +45,8 @@ class MoeDirect(MoeStaged):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         rows, _ = routed_bytes(request, comm)
-        return Cost(steps=2, scale_up_bytes=rows, copied_bytes=rows)
+        parts = (Part("call"), Part("signal"), Part("push", rows))
+        return Cost(steps=2, scale_up_bytes=rows, copied_bytes=rows, parts=parts)
 
     def open(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> MoeExchange:
         return DirectExchange(comm, spec, sources)

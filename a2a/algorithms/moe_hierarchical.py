@@ -33,7 +33,7 @@ import torch
 
 from a2a.algorithms.base import Cost, Request
 from a2a.algorithms.hierarchical_base import Across, best
-from a2a.algorithms.moe_base import Dispatched, Moe, MoeExchange, MoeSpec, Origins, Part
+from a2a.algorithms.moe_base import Dispatched, Moe, MoeExchange, MoeSpec, Origins, Payload
 from a2a.algorithms.moe_crossing import Crossers, Crossing, Packing
 from a2a.algorithms.moe_rails import Head, Key, Legs, Places
 from a2a.algorithms.moe_staged import MoeStaged, SharedMemoryExchange
@@ -144,10 +144,10 @@ class HierarchicalExchange(MoeExchange):
         weights_TK: torch.Tensor | None,
     ) -> Dispatched:
         own_TK, went = self._packing.select(topk_ids_TK)  # before anybody is told anything
-        x, ids = Part(x_TH, scales), (own_TK, topk_ids_TK, weights_TK)
+        x, ids = Payload(x_TH, scales), (own_TK, topk_ids_TK, weights_TK)
         return self._call("dispatch", lambda: self._dispatch(x, ids, went))
 
-    def _dispatch(self, x: Part, ids: Ids, went: tuple[Crossers, ...]) -> Dispatched:
+    def _dispatch(self, x: Payload, ids: Ids, went: tuple[Crossers, ...]) -> Dispatched:
         packing, places, inner = self._packing, self._places, self._inner
         own_TK, given_TK, weights_TK = ids
         weighted = weights_TK is not None
@@ -231,7 +231,7 @@ class HierarchicalExchange(MoeExchange):
         op, packing, places, inner = "combine_backward", self._packing, self._places, self._inner
         crossing = self._crossing(origins)
         meeting = self._legs.begin(op, self._heads(crossing, home=False))
-        grad = self._wired(Part(grad_TH))
+        grad = self._wired(Payload(grad_TH))
         rows = self._packed(grad, crossing.went)
         heads, skip, told = meeting.wait()
         rows_in = self._into(heads, skip, lambda h: packing.payload_bytes(h.send_rows))
@@ -248,13 +248,13 @@ class HierarchicalExchange(MoeExchange):
         with inner.waiting(self._longer):
             return self._inside(op, lambda: inner.combine_backward(grad_TH, rows_RH, weights_R, inside))
 
-    def _wired(self, part: Part) -> Part:
+    def _wired(self, part: Payload) -> Payload:
         """As it travels: quantised, unless it is already or nothing is."""
         if self._spec.wire is None or part.scales is not None:
             return part
-        return Part(*self._packing.quantised(part.rows))
+        return Payload(*self._packing.quantised(part.rows))
 
-    def _packed(self, part: Part, went: tuple[Crossers, ...]) -> dict[Key, torch.Tensor]:
+    def _packed(self, part: Payload, went: tuple[Crossers, ...]) -> dict[Key, torch.Tensor]:
         """The rows of this rank's tokens to each other domain."""
         packed = {}
         for d in self._places.others:

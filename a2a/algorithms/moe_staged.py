@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.moe_base import (
     DTYPE_CODE,
     SCALE_DTYPE,
@@ -31,7 +31,7 @@ from a2a.algorithms.moe_base import (
     MoeExchange,
     MoeSpec,
     Origins,
-    Part,
+    Payload,
     Sources,
     routed_bytes,
 )
@@ -55,7 +55,8 @@ class MoeStaged(Moe):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         rows, distinct = routed_bytes(request, comm)
-        return Cost(steps=2, scale_up_bytes=distinct, copied_bytes=rows + request.num_bytes)
+        parts = (Part("call"), Part("signal"), Part("gather", distinct), Part("stream", rows))
+        return Cost(steps=2, scale_up_bytes=distinct, copied_bytes=rows + request.num_bytes, parts=parts)
 
     def open(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> MoeExchange:
         return SharedMemoryExchange(comm, spec, sources)
@@ -141,7 +142,7 @@ class SharedMemoryExchange(MoeExchange):
         flat: torch.Tensor = pool.tensor(pointer, height * self._spec.row_bytes)
         return flat.view(self._spec.dtype).view(height, self._spec.hidden)
 
-    def bring(self, parts: list[Part]) -> None:
+    def bring(self, parts: list[Payload]) -> None:
         """Where the tokens lie that this rank brings to the next dispatch or combine_backward."""
         rows = [cpu.MoePart(_pointer(p.rows), _pointer(p.scales), _pointer(p.numbers), p.rows.shape[0]) for p in parts]
         rows += [cpu.MoePart(1, rows[0].scales, None, 0)] * (self._sources.parts - len(rows))

@@ -134,6 +134,22 @@ class Reduction(Structure):
     )
 
 
+class Place(Structure):
+    """`a2a_place`: where a step finds or puts chunk after chunk."""
+
+    _fields_ = (("base", c_void_p), ("stride", c_uint64), ("slots", c_uint32), ("unused", c_uint32))
+
+
+class Step(Structure):
+    """`a2a_step`: a copy, read or sum of the cost model."""
+
+    _fields_ = (
+        *((name, c_uint32) for name in ("kind", "dtype", "terms", "rank")),
+        ("out", Place),
+        ("in_", POINTER(Place)),
+    )
+
+
 class Norm(Structure):
     """`a2a_norm`: an all-reduce with a residual add and RMSNorm, prepared."""
 
@@ -180,6 +196,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_reduce": (c_int, (_P, _P, _P)),
     "a2a_reduce_norm": (c_int, (_P, _P, _P, _P, _P, _P)),
     "a2a_submit_reduction": (_P, (_P, _P, _P)),
+    "a2a_run_steps": (c_int, (_P, POINTER(Step), _U32, _N, _N, _U32)),
+    "a2a_peer_memory": (_P, (_P, _U32, _U64)),
     "a2a_submit": (_P, (_P, _U32, _P, _P, _P, _P)),
     "a2a_submit_refusal": (_P, (_P, _U32, c_char_p)),
     "a2a_test": (c_int, (_P,)),
@@ -203,6 +221,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_moe_rail_unpair": (c_int, (_P, c_int, _P, _P, _U32, _U64, _U32, _U32, _P, _P)),
     "a2a_moe_rail_grads": (None, (_P, _P, _P, _P, _U32, _U32, c_int)),
     "a2a_moe_rail_merge": (None, (_U32, _U32, _U32, _U32, _U32, POINTER(MoeSums), _P)),
+    "a2a_quantize": (None, (_U32, _U32, _P, _P, _P, _N)),
+    "a2a_dequantize": (None, (_U32, _U32, _P, _P, _P, _N)),
     "a2a_pool_create": (_P, (_P, _N, _P, _N)),
     "a2a_pool_private": (_P, (_N,)),
     "a2a_pool_child": (_P, (_P, _P, _N)),

@@ -107,7 +107,33 @@ typedef struct {
 A2A_API int a2a_reduce_norm(const a2a_norm*, void* out, void* residual_out, const void* in, const void* residual,
                             const void* weight);
 
-// --- the same, on the progress thread: first in first out with all else on this context
+// --- what the algorithms are made of, for the cost model (primitives.cpp): no collective, and nobody is told anything
+enum {
+  A2A_STEP_COPY = 0,         // through the caches
+  A2A_STEP_STREAM = 1,       // past them
+  A2A_STEP_FETCH = 2,        // into them
+  A2A_STEP_READ = 3,         // from another rank's process, by the system
+  A2A_STEP_READ_STREAM = 4,  // the same by way of a small buffer, and past the caches from there
+  A2A_STEP_SUM = 5,          // of `terms` places
+  A2A_STEP_SUM_STREAM = 6    // the same past the caches
+};
+enum { A2A_STEP_TERMS = 128 };
+typedef struct {  // a tensor, or `slots` slots that lie `stride` apart and are used in turn
+  void* base;
+  uint64_t stride;
+  uint32_t slots, unused;
+} a2a_place;
+typedef struct {
+  uint32_t kind, dtype, terms, rank;  // terms: places at `in`, at least 1; dtype: of a sum; rank: whose memory is read
+  a2a_place out;
+  const a2a_place* in;
+} a2a_step;
+// All steps for each chunk of `bytes`, `times` times over. 0, errno of a read, or kInvalid.
+A2A_API int a2a_run_steps(a2a_context*, const a2a_step* steps, uint32_t count, size_t bytes, size_t chunk,
+                          uint32_t times);
+A2A_API void* a2a_peer_memory(a2a_context*, uint32_t rank, uint64_t address);  // a symmetric address, of that rank
+
+// --- collectives on the progress thread: first in first out with all else on this context
 A2A_API a2a_ticket* a2a_submit(a2a_context*, uint32_t request, void* const* out, const uint64_t* recv_bytes,
                                const void* const* in, const uint64_t* send_bytes);
 A2A_API a2a_ticket* a2a_submit_refusal(a2a_context*, uint32_t request, const char* why);
@@ -201,6 +227,9 @@ typedef struct {
 } a2a_moe_sums;
 A2A_API void a2a_moe_rail_merge(uint32_t in_dtype, uint32_t out_dtype, uint32_t hidden, uint32_t tokens,
                                 uint32_t domains, const a2a_moe_sums* sums, void* y);
+// --- wire formats (Dtype and Wire of simd.h): float32, bfloat16 or float16 to and from e4m3 with block scales
+A2A_API void a2a_quantize(uint32_t dtype, uint32_t wire, void* q, void* scales, const void* x, size_t count);
+A2A_API void a2a_dequantize(uint32_t dtype, uint32_t wire, void* x, const void* q, const void* scales, size_t count);
 
 // --- pools: blocks of a segment that are handed out as tensors and come back through a DLPack deleter
 typedef struct a2a_pool a2a_pool;
