@@ -261,5 +261,5 @@ class CudaShares(CudaReduction):
     kernel: ClassVar[str] = "reduce_shares"
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
-        remote = self.remote_bytes(request, comm)
-        return self._cost(4, remote)
+        steps = 3 if self.op == "all_reduce" else 2  # headers; and progress, for which a load and a store have been on the way
+        return self._cost(steps, self.remote_bytes(request, comm))
