@@ -261,5 +261,6 @@ class CudaShares(CudaReduction):
     kernel: ClassVar[str] = "reduce_shares"
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
-        steps = 3 if self.op == "all_reduce" else 2  # headers; and progress, for which a load and a store have been on the way
+        # Headers, then progress; in an all-reduce loads and stores follow each other in between.
+        steps = 3 if self.op == "all_reduce" else 2
         return self._cost(steps, self.remote_bytes(request, comm))
