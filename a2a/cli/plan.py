@@ -185,6 +185,7 @@ def _imagined(given: str) -> Any:
         why_not=lambda transport, part: not_one_domain(part) or (None if transport in fitting else "for other memory"),
         transport=None if apart else next(iter(fitting), None),
         why_no_transport={transport.name: apart or "" for transport in fitting},
+        deterministic=True,
         costs=replace(built_in(topology), source=f"{_kind(given)} {given}: {built_in(topology).source}"),
     )
 
