@@ -62,6 +62,8 @@ class MultimemReduction(CudaReduction):
             return "A2A_SOFTWARE_SWITCH is for tests: name it in A2A_ALGORITHM, too"
         if comm.deterministic and not named:
             return "the switch adds in an order of its own; make the communicator with deterministic=False"
+        if isinstance(comm.transport, type):
+            return "the switch must pass a test first, where the ranks are"
         if comm not in self._tested:
             self._tested[comm] = self._self_test(comm)
         return self._tested[comm] or None

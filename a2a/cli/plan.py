@@ -16,7 +16,7 @@ from a2a.cli.ranks import Emit, run_ranks
 from a2a.config import config, launch
 from a2a.errors import UnsupportedError
 
-OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "moe")
+OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "all_reduce_rms_norm", "moe")
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,12 @@ def _plan_all(request: Request, comm: Any, emit: Emit) -> None:
             wanted = [moe_request(request, name, comm.world_size)]
         else:
             op = "all_to_all" if request.op == "all_to_allv" else request.op
-            detail = (("reduce_op", "sum"),) if op in ("all_reduce", "reduce_scatter") else ()
-            wanted = [PlanRequest(op, parse.dtype(name), size, detail) for size in request.sizes]
+            detail: Any = (("reduce_op", "sum"),) if op in ("all_reduce", "reduce_scatter") else ()
+            unit = 1
+            if op == "all_reduce_rms_norm":  # of whole rows
+                detail, unit = (("hidden", request.hidden),), request.hidden * parse.dtype(name).itemsize
+            sizes = [max(unit, size // unit * unit) for size in request.sizes]
+            wanted = [PlanRequest(op, parse.dtype(name), size, detail) for size in sizes]
         try:
             plans += [{"op": request.op, "bytes": one.num_bytes, "dtype": name, **_plan(one, comm)} for one in wanted]
         except ValueError as error:  # A2A_ALGORITHM
@@ -157,6 +161,7 @@ def _imagined(given: str) -> Any:
     return SimpleNamespace(
         world_size=topology.world_size,
         topology=topology,
+        deterministic=True,
         group=topology,  # anything but None: ranks of a job have one
         transport=None if apart else next(iter(fitting), None),
         why_no_transport={transport.name: apart or "" for transport in fitting},
