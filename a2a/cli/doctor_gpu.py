@@ -204,7 +204,7 @@ def _multicast(machine: Machine) -> Iterator[Fact]:
     yield Fact(
         "ok" if possible else "off",
         "multicast",
-        f"{text}; {chosen} ({said}); {use}. a2a's have been compiled, and run through a software switch, never on a real one",
+        f"{text}; {chosen} ({said}); {use}. a2a's have been compiled and run through a software switch, never a real one",
     )
 
 
