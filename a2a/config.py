@@ -89,6 +89,12 @@ def config(env: Mapping[str, str] | None = None) -> Config:
     )
 
 
+def python_path(*first: str, env: Mapping[str, str] | None = None) -> str:
+    """A PYTHONPATH for another process: these folders, then this process's own."""
+    env = os.environ if env is None else env
+    return os.pathsep.join([*first, *filter(None, [env.get("PYTHONPATH", "")])])
+
+
 def launch(env: Mapping[str, str] | None = None) -> Launch:
     """Say which rank this process is, from torchrun's, MPI's (Open MPI, MPICH) or Slurm's variables, in that order."""
     env = os.environ if env is None else env
@@ -106,6 +112,11 @@ def launch(env: Mapping[str, str] | None = None) -> Launch:
                 master_port=int(port) if port else None,
             )
     return Launch()
+
+
+def use_network_interface(name: str) -> None:
+    """Have gloo and NCCL connect over this interface in this process; for ranks that are started on a made-up host."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
 def multicast_variables(env: Mapping[str, str] | None = None) -> list[tuple[str, str, bool]]:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from a2a.clocks import Clock, HostClock, Row
 from a2a.topology import local_facts
+from a2a.topology.host import cpu_model
 
 MIN_SAMPLES, MAX_SAMPLES = 9, 200
 WARM_UP_CALLS = 3
@@ -56,6 +57,7 @@ class Contender:
         check_call: as `check`, for a call made in another way: the replay of a graph.
         optional: a baseline that cannot do the request (gloo has no int16) is left out with its reason.
         why_not: the reason, where it is known before.
+        predicted_us: what the planner expects of a call, where it was asked.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Contender:
     check_call: Callable[[Callable[[], object]], int] | None = None
     optional: bool = False
     why_not: str = ""
+    predicted_us: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -396,13 +399,7 @@ def environment(topology: str, command: str, device: torch.device | None = None)
 
 def cpu_name() -> str:
     """The processor's name and how many of its cores this process may use."""
-    name = "unknown CPU"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model")):
-                name = line.split(":", 1)[1].strip()
-                break
-    return f"{name}, {local_facts().cores} cores"
+    return f"{cpu_model()}, {local_facts().cores} cores"
 
 
 def _commit(folder: Path) -> tuple[str | None, bool | None]:

@@ -14,6 +14,9 @@ from a2a.comm import Communicator
 from a2a.config import config
 from a2a.errors import UnsupportedError
 
+NEVER_SLOWER = 1.03  # what a call may take beyond the group's own engine before it is handed over
+_REASON = "least modelled time"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -25,14 +28,18 @@ class Plan:
     time_us: float
     reason: str
     rejected: tuple[tuple[str, str], ...]
+    costs: str = ""  # where the numbers come from
 
     def __str__(self) -> str:
-        lines = [f"{self.request.op}: {self.algorithm.name} ({self.reason}; modelled {self.time_us:.1f} us)"]
+        lines = [f"{self.request.op}: {self.algorithm.name} ({self.reason}; {self.time_us:.1f} us, {self.costs})"]
         return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.rejected])
 
 
 def choose(request: Request, comm: Communicator) -> Plan:
     """Plan `request` on `comm`.
+
+    The cheapest algorithm wins. The group's own engine does so only where it is ahead by more than `NEVER_SLOWER` and the
+    costs were measured, and never with sums of its own order where another algorithm's are in a fixed one.
 
     Raises:
         UnsupportedError: no algorithm supports it; lists every reason.
@@ -55,7 +62,7 @@ def choose(request: Request, comm: Communicator) -> Plan:
             why = dict(rejected).get(forced, f"there are: {', '.join(a.name for a in known)}")
             raise ValueError(f"A2A_ALGORITHM asks for {request.op}={forced}, which can't be used: {why}")
         rejected += [(a.name, "A2A_ALGORITHM asks for another") for _, a, _ in able if a.name != forced]
-        return Plan(request, match[0][1], match[0][2], match[0][0], "A2A_ALGORITHM", tuple(rejected))
+        return _plan(request, comm, match[0], "A2A_ALGORITHM", rejected)
     if not able:
         raise UnsupportedError(
             f"{request.op}: no algorithm supports this request: "
@@ -63,11 +70,40 @@ def choose(request: Request, comm: Communicator) -> Plan:
             rejected=tuple(rejected),
         )
     able.sort(key=lambda entry: entry[0])
-    best = able[0]
-    rejected += [
-        (a.name, f"modelled {time:.1f} us, {time / max(best[0], 1e-9):.2f} times as long") for time, a, _ in able[1:]
-    ]
-    return Plan(request, best[1], best[2], best[0], "least modelled time", tuple(rejected))
+    own = next((entry for entry in able if not entry[1].baseline), None)
+    best = able[0] if own is None or _hands_over(able[0], own, comm) else own
+    for time, algorithm, cost in able:
+        if algorithm is not best[1]:
+            rejected.append((algorithm.name, _why_not((time, algorithm, cost), best, comm)))
+    return _plan(request, comm, best, f"handed over: {_REASON}" if best[1].baseline and own else _REASON, rejected)
+
+
+_Entry = tuple[float, Algorithm, Cost]
+
+
+def _plan(request: Request, comm: Communicator, entry: _Entry, reason: str, rejected: list[tuple[str, str]]) -> Plan:
+    time, algorithm, cost = entry
+    return Plan(request, algorithm, cost, time, reason, tuple(rejected), comm.costs.told(cost.primitives))
+
+
+def _hands_over(first: _Entry, own: _Entry, comm: Communicator) -> bool:
+    """Whether the group's engine, if it comes first, serves instead of the best algorithm of ours."""
+    if not first[1].baseline or (own[1].deterministic and not first[1].deterministic):
+        return False
+    measured = all(entry[2].primitives <= comm.costs.measured for entry in (first, own))
+    return measured and own[0] > NEVER_SLOWER * first[0]
+
+
+def _why_not(entry: _Entry, best: _Entry, comm: Communicator) -> str:
+    time, algorithm, _ = entry
+    times = f"modelled {time:.1f} us, {time / max(best[0], 1e-9):.2f} times as long"
+    if time >= best[0]:
+        return times
+    if best[1].deterministic and not algorithm.deterministic:
+        return f"{times}; its sums have no fixed order"
+    if not all(each[2].primitives <= comm.costs.measured for each in (entry, best)):
+        return f"{times} by costs that were not measured here (`a2a topo --measure`)"
+    return f"{times}, which is within {NEVER_SLOWER:g}"
 
 
 def _forced(op: str) -> str | None:

@@ -22,6 +22,7 @@ from a2a.measure import Line
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- bench-table:begin -->", "<!-- bench-table:end -->"
+REDUCTIONS = ("all_reduce", "reduce_scatter", "all_gather")
 WAYS = (
     ("`a2a.all_to_all_single`, symmetric tensors", {"memory": "symmetric", "through": "a2a"}),
     ("`a2a.all_to_all_single`, ordinary tensors", {"memory": "ordinary", "through": "a2a"}),
@@ -41,7 +42,7 @@ def read(folder: Path) -> list[Line]:
 
 def markdown(lines: Sequence[Line]) -> str:
     """The tables, and where their numbers come from: GPUs first. Bounds (bounds.py) have a table in bench/README.md."""
-    lines = [line for line in lines if line.op in ("all_to_all", "all_to_allv", "moe")]
+    lines = [line for line in lines if line.op in ("all_to_all", "all_to_allv", "moe", *REDUCTIONS)]
     if not lines:
         return "No results yet: `python bench/run_cpu.py`."
     on_gpus = [line for line in lines if line.case.get("device") == "cuda"]
@@ -51,7 +52,12 @@ def markdown(lines: Sequence[Line]) -> str:
         exchanges(on_cpus, ranks) for ranks in sorted({line.ranks for line in on_cpus if line.op == "all_to_all"})
     ]
     parts += [moe(on_cpus, ranks) for ranks in sorted({line.ranks for line in on_cpus if line.op == "moe"})]
-    return "\n\n".join(filter(None, [*parts, sources(on_cpus) if on_cpus else ""]))
+    reduced = [line for line in on_cpus if line.op in REDUCTIONS]
+    others = [line for line in on_cpus if line.op not in REDUCTIONS]
+    parts += [sources(others, "run_cpu.py")] if others else []
+    parts += [reductions(reduced, ranks) for ranks in sorted({line.ranks for line in reduced})]
+    parts += [sources(reduced, "run_reductions.py")] if reduced else []
+    return "\n\n".join(filter(None, parts))
 
 
 def exchanges(lines: Sequence[Line], ranks: int) -> str:
@@ -115,9 +121,28 @@ def moe(lines: Sequence[Line], ranks: int) -> str:
     )
 
 
-def sources(lines: Sequence[Line]) -> str:
+def reductions(lines: Sequence[Line], ranks: int) -> str:
+    """All-reduces, reduce-scatters and all-gathers: a2a's time and how many times faster than each baseline, by size."""
+    of_ranks = [line for line in lines if line.ranks == ranks]
+    sizes = sorted({line.bytes for line in of_ranks})
+    table = [[f"reductions and gathers, {ranks} ranks", *map(size_text, sizes)]]
+    kinds = dict.fromkeys((line.op, line.dtype, str(line.case["memory"])) for line in of_ranks)
+    for op, dtype, memory in sorted(kinds, key=lambda kind: (REDUCTIONS.index(kind[0]), kind[1] != "float32", kind[2])):
+        of_kind = [x for x in of_ranks if (x.op, x.dtype, x.case["memory"]) == (op, dtype, memory)]
+        mine = {line.bytes: line for line in of_kind if line.impl == "a2a"}
+        table.append(
+            [f"{op.replace('_', '-')}, {dtype}, {memory} tensors, us", *tables.by_size(sizes, mine, tables.p50)]
+        )
+        for baseline, name in (("gloo", "gloo"), ("mpi", "MPI")):
+            if any(baseline in line.ratio for line in mine.values()):
+                cells = tables.by_size(sizes, mine, lambda line, name=baseline: ratio_text(line.ratio.get(name)))
+                table.append([f"... times faster than {name}", *cells])
+    return tables.markdown(table)
+
+
+def sources(lines: Sequence[Line], script: str) -> str:
     """Machine, versions, commit and commands of results on CPUs."""
-    return f"{tables.origin(lines, 'cpu')}. Made by `python bench/run_cpu.py`; see [bench/README.md](bench/README.md)."
+    return f"{tables.origin(lines, 'cpu')}. Made by `python bench/{script}`; see [bench/README.md](bench/README.md)."
 
 
 def replaced(text: str, table: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class Floor:
     case: tuple[tuple[str, object], ...]
     baseline: str
     by_bytes: tuple[tuple[int, float], ...]  # 0: any size
+    dtype: str | None = None  # None: any
 
     def missed(self, line: Line) -> str | None:
         """What `line` misses, or None where it doesn't, or isn't of this kind."""
@@ -53,6 +55,7 @@ class Floor:
             line.impl != "a2a"
             or line.op != self.op
             or line.ranks != self.ranks
+            or self.dtype not in (None, line.dtype)
             or line.ratio.get(self.baseline) is None
         ):
             return None
@@ -67,21 +70,22 @@ class Floor:
         )
 
 
-def _row(values: str) -> tuple[tuple[int, float], ...]:
-    sizes = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-    return tuple(zip(sizes, map(float, values.split()), strict=True))
+def row(values: str) -> tuple[tuple[int, float], ...]:
+    """A floor for each of SIZES, or for the last ones of them."""
+    floors, sizes = values.split(), (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+    return tuple(zip(sizes[-len(floors) :], map(float, floors), strict=True))
 
 
 _SYMMETRIC = (("memory", "symmetric"), ("through", "a2a"))
-_ORDINARY = (("memory", "ordinary"), ("through", "a2a"))
+ORDINARY = (("memory", "ordinary"), ("through", "a2a"))
 _DIST = (("through", "dist"),)
 _MOE_TOTAL = (("part", "total"), ("skew", 0.0), ("tokens", 1024), ("hidden", 1024))
 FLOORS = (
-    Floor("all_to_all", 2, _SYMMETRIC, "gloo", _row("40 45 14 5 4.5")),
-    Floor("all_to_all", 2, _SYMMETRIC, "mpi", _row("0.7 1.8 2 1.8 1.7")),
-    Floor("all_to_all", 2, _ORDINARY, "gloo", _row("30 28 8 3.5 3.5")),
-    Floor("all_to_all", 2, _ORDINARY, "mpi", _row("0.6 1.3 1.3 1.2 1.4")),
-    Floor("all_to_all", 2, _DIST, "gloo", _row("10 10 6 3.5 3.5")),
+    Floor("all_to_all", 2, _SYMMETRIC, "gloo", row("40 45 14 5 4.5")),
+    Floor("all_to_all", 2, _SYMMETRIC, "mpi", row("0.7 1.8 2 1.8 1.7")),
+    Floor("all_to_all", 2, ORDINARY, "gloo", row("30 28 8 3.5 3.5")),
+    Floor("all_to_all", 2, ORDINARY, "mpi", row("0.6 1.3 1.3 1.2 1.4")),
+    Floor("all_to_all", 2, _DIST, "gloo", row("10 10 6 3.5 3.5")),
     Floor("all_to_allv", 2, (), "gloo", ((0, 1.0),)),
     Floor("all_to_all", 4, (), "gloo", ((0, 1.0),)),
     Floor("all_to_allv", 4, (), "gloo", ((0, 1.0),)),
@@ -91,9 +95,19 @@ FLOORS = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.jsonl")
+def run(
+    commands: Sequence[str], floors: Sequence[Floor], short: Sequence[str], results: str, description: str | None
+) -> int:
+    """Run the commands of a command line of `bench`, hold what comes out against the floors; returns the exit code.
+
+    Args:
+        commands: words of `a2a bench`.
+        short: words that make any of them tiny.
+        results: the file's name.
+        description: for `--help`.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / results)
     parser.add_argument(
         "--only", default="", help="only commands that contain this text; the file gets only their lines"
     )
@@ -101,17 +115,16 @@ def main() -> int:
         "--short", action="store_true", help="tiny sizes, to see that everything runs; floors mean nothing"
     )
     arguments = parser.parse_args()
-    commands = [command for command in COMMANDS if arguments.only in command]
     failed = 0
     lines: list[Line] = []
-    for command in commands:
-        code, new = runs.measure(f"{command} --device cpu", SHORT if arguments.short else ())
+    for command in (command for command in commands if arguments.only in command):
+        code, new = runs.measure(f"{command} --device cpu", short if arguments.short else ())
         failed += code != 0
         lines += new
         runs.write(arguments.out, lines)  # after each: hours may be lost otherwise
-    missed = [text for line in lines for floor in FLOORS if (text := floor.missed(line))]
+    missed = [text for line in lines for floor in floors if (text := floor.missed(line))]
     return runs.verdict(arguments.out, lines, failed, None if arguments.short else missed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(COMMANDS, FLOORS, SHORT, "cpu.jsonl", __doc__))

@@ -3,7 +3,7 @@
     python bench/run_gpu.py [--out bench/results/h200x2.jsonl] [--only NAME,NAME] [--short]
 
 Runs `a2a bench` with each of COMMANDS, one after the other, on two H200 that should do nothing else: at most 8 minutes with
-`--only exchange,moe`, and as long with `--only copy,reduce`; half of it as a rule. A command that takes longer than its limit
+`--only exchange,moe`, and as long with `--only copy,reduce`; half of it as a rule. A command that outlasts its limit
 is ended, and its lines so far are kept. With `--only`, commands whose names contain one of the words are run, and replace
 their own lines in the file. Then the results are held against FLOORS, what a2a promises on two H200. The exit code is 1 if a
 result was wrong or a command failed, and 2 if a floor was missed.

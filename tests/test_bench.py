@@ -374,6 +374,82 @@ def test_a_missed_floor_is_told() -> None:
     assert floor.missed(line(case={"memory": "ordinary"})) is None
 
 
+def test_a_floor_of_one_dtype_is_not_anothers() -> None:
+    floor = script("run_cpu").Floor("all_to_all", 2, (), "gloo", ((0, 5.0),), "bfloat16")
+    assert floor.missed(line()) is None
+    assert "expected 5" in floor.missed(line(dtype="bfloat16"))
+
+
+def test_every_floor_of_reductions_is_of_something_that_is_run() -> None:
+    reductions = script("run_reductions")
+    words = [command.split() for command in reductions.COMMANDS]
+    dtypes = {"bf16": "bfloat16", "fp32": "float32"}
+    ran = set()
+    for command in words:
+        given = dict(itertools.pairwise(command))
+        for baseline in given["--against"].split(","):
+            ran.add(
+                (command[0], int(given["--ranks"]), given["--memory"], dtypes[given.get("--dtype", "fp32")], baseline)
+            )
+    for floor in reductions.FLOORS:
+        asked = floor.op, floor.ranks, dict(floor.case)["memory"], floor.dtype or "float32", floor.baseline
+        assert asked in ran, floor
+        assert {size for size, _ in floor.by_bytes} <= {0, 64 << 10, 1 << 20, 16 << 20, 64 << 20}
+
+
+def test_reductions_have_a_table_of_their_own() -> None:
+    case = {"memory": "ordinary", "through": "a2a"}
+    lines = [
+        line(op="all_gather", case=case),
+        line(op="all_reduce", case=case, dtype="bfloat16", ratio={"gloo": 3.0}),
+        line(op="all_reduce", case=case, ratio={"gloo": 4.0, "mpi": 2.0}),
+        line("gloo", op="all_reduce", case=case),
+    ]
+    table = script("readme_table").markdown(lines).splitlines()
+    assert table[0] == "| reductions and gathers, 2 ranks | 1M |"
+    assert table[2:][:5] == [
+        "| all-reduce, float32, ordinary tensors, us | 100 |",
+        "| ... times faster than gloo | 4.0x |",
+        "| ... times faster than MPI | 2.0x |",
+        "| all-reduce, bfloat16, ordinary tensors, us | 100 |",
+        "| ... times faster than gloo | 3.0x |",
+    ]
+    assert "run_reductions.py" in table[-1]
+
+
+def test_predictions_are_held_against_what_was_measured() -> None:
+    predictions = script("predictions")
+    case = {"memory": "ordinary", "through": "a2a"}
+    lines = [
+        line(case={**case, "predicted_us": 110.0}),
+        line(bytes=4096, case={**case, "predicted_us": 140.0}),
+        line("memcpy", case=case),
+    ]
+    assert "| 2 ranks, all_to_all, float32, ordinary | **140 / 100 (+40%)** | 110 / 100 (+10%) |" in (
+        predictions.markdown(lines)
+    )
+    assert predictions.summary(lines).startswith("1 of 2 predictions within 25 %; the worst is off by +40 %")
+
+
+def test_sizes_that_predictions_are_tested_at_were_not_fitted() -> None:
+    from a2a.calibrate import sizes
+    from a2a.cli import parse
+
+    assert not set(parse.sizes(script("predictions").SIZES)) & set(sizes())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("run_reductions.py", "--only", "bf16"), ("predictions.py", "--ranks", "2", "--only", "all_g")],
+)
+def test_scripts_run_in_their_short_form(words: tuple[str, ...], tmp_path: Path) -> None:
+    told = run(f"bench/{words[0]}", *words[1:], "--short", "--out", str(tmp_path / "lines.jsonl"))
+    assert told.returncode == 0, told.stderr
+    lines = [Line.from_json(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert {x.impl for x in lines} >= {"a2a", "memcpy"}
+    assert all(x.wrong == 0 for x in lines)
+
+
 def test_a_missed_floor_on_gpus_is_told(gpu_results: list[Line]) -> None:
     gpu = script("run_gpu")
     graph = {"graph": True}

@@ -57,7 +57,28 @@ def test_bench_of_reductions_and_gathers(here: Here, op: str, factor: float) -> 
     assert all(line["wrong"] == 0 and line["p50_us"] > 0 and line["op"] == op for line in lines)
     assert lines[0]["algorithm"] == "one_shot"
     assert lines[0]["busbw_GBps"] == pytest.approx(lines[0]["algbw_GBps"] * factor, rel=1e-3)
-    assert "MPI" in here("bench", op, *TINY, "--against", "mpi").stderr
+    assert all(line["case"]["predicted_us"] > 0 for line in lines if line["impl"] == "a2a")
+
+
+@needs_mpi
+@needs_plot
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_bench_of_reductions_against_mpi(op: str, tmp_path: Path) -> None:
+    told = run(
+        *A2A, "bench", op, *TINY, "--memory", "ordinary", "--dtype", "fp32,bf16", "--against", "gloo,mpi",
+        "--json", tmp_path / "out.jsonl", "--plot", tmp_path / "out.png",
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    lines = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["impl"] for line in lines] == ["a2a", "gloo", "mpi", "memcpy"] * 2
+    assert all(line["wrong"] == 0 for line in lines)
+    of = {(line["impl"], line["dtype"]): line for line in lines}
+    assert of["mpi", "float32"]["p50_us"] > 0
+    if op == "all_gather":
+        assert of["mpi", "bfloat16"]["p50_us"] > 0  # bytes are bytes
+    else:
+        assert of["mpi", "bfloat16"]["case"]["why"] == "MPI has no bfloat16"
+    assert (tmp_path / "out.png").read_bytes().startswith(PNG)
 
 
 def test_bench_of_ordinary_tensors_with_a_chosen_algorithm() -> None:

@@ -35,7 +35,7 @@ REDUCTIONS = [
     REDUCTION | {"DTYPE": 1, "REDUCE": 0},
     REDUCTION | {"DTYPE": 3, "REDUCE": 1, "COLLECTIVE": 1, "WORLD": 3},
     REDUCTION | {"DTYPE": 5, "REDUCE": 2, "TWO_SHOT": 1, "WORLD": 8},
-    REDUCTION | {"DTYPE": 4, "REDUCE": 4, "COLLECTIVE": 2, "WORLD": 72, "FLAG_BYTES": 96 << 10, "CHUNK_BYTES": 3 << 10},
+    REDUCTION | {"DTYPE": 4, "REDUCE": 4, "COLLECTIVE": 2, "WORLD": 16},
 ]
 MULTIMEM = REDUCTION | {"SLOT_BYTES": 64 << 10, "A2A_SOFTWARE_SWITCH": 0}
 # The instructions of the switch: every one that there is, and none; then its loops.

@@ -23,11 +23,11 @@ LAYERS = (
     ("topology",),
     ("kernels",),
     ("transport",),
-    ("comm", "work"),
+    ("cost_cache", "comm", "work", "domains"),
     ("algorithms",),
     ("plan",),
     ("ops", "reductions", "rms_norm", "moe_ops", "moe", "gradients"),
-    ("clocks", "measure", "simulate"),
+    ("clocks", "measure", "primitives", "calibrate", "calibrate_cuda", "simulate"),
     ("integrations",),
     ("cli", "__main__"),
 )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import AllToAll, Cost, Request
+from a2a.algorithms.base import AllToAll, Cost, Part, Request
 from a2a.config import config
 from a2a.kernels import cpu, cuda, cuda_params
 from a2a.work import Aside, Work
@@ -173,7 +173,8 @@ class AllToAllCopy(AllToAll):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         remote = request.num_bytes * (comm.world_size - 1) // comm.world_size
-        return Cost(steps=3, scale_up_bytes=remote, copied_bytes=request.num_bytes)
+        parts = (Part("launch", times=2), Part("signal", times=2), Part("engine", remote))
+        return Cost(steps=3, scale_up_bytes=remote, copied_bytes=request.num_bytes, parts=parts)
 
     def register(self, comm: Communicator, agree: str, row_bytes: int, text: str) -> int:
         index: int = comm.require_transport("all_to_all").request(agree, row_bytes, text)

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import AllToAll, Cost, Request
+from a2a.algorithms.base import AllToAll, Cost, Part, Request, own_copy
 from a2a.kernels import cpu
 from a2a.work import Work
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
+
+
+_EAGER_BYTES, _READ_BYTES = 16 << 10, 4 << 20  # of a pair: as in csrc/cpu, with the usual staging
 
 
 class _Prepared:
@@ -45,8 +48,19 @@ class AllToAllPairwise(AllToAll):
         return self.no_memory(comm)
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
-        remote = request.num_bytes * (comm.world_size - 1) // comm.world_size
-        return Cost(steps=2, scale_up_bytes=remote, copied_bytes=request.num_bytes + remote)
+        piece = request.num_bytes // comm.world_size
+        remote = request.num_bytes - piece
+        # Which way a pair takes depends on both ranks' memory: a plan counts with ordinary tensors, unless told otherwise.
+        if piece <= _EAGER_BYTES:
+            way, steps = "eager", 1
+        elif request.get("memory") == "symmetric":
+            way, steps = "push", 2
+        else:
+            reads = piece <= _READ_BYTES and not getattr(comm.transport, "why_no_reads", "")
+            way, steps = "read" if reads else "stage", 2
+        parts = (Part("call"), Part("signal", times=steps - 1), own_copy(piece, request.num_bytes), Part(way, remote))
+        copied = request.num_bytes + (0 if way in ("push", "read") else remote)
+        return Cost(steps=steps, scale_up_bytes=remote, copied_bytes=copied, parts=parts)
 
     def register(self, comm: Communicator, agree: str, row_bytes: int, text: str) -> int:
         index: int = comm.require_transport("all_to_all").request(agree, row_bytes, text)

@@ -12,6 +12,7 @@ from a2a.work import Work
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
+    from a2a.topology.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,34 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some bytes of one primitive (`a2a.topology.costs` lists them).
+
+    Attributes:
+        primitive: its name.
+        num_bytes: how many.
+        among: of how many they are a part, which decides about caches; 0: they are all.
+        times: how often; less than nothing for what another part counts too much.
+    """
+
+    primitive: str
+    num_bytes: int = 0
+    among: int = 0
+    times: float = 1.0
+
+    def time_us(self, costs: Costs) -> float:
+        if self.among > self.num_bytes:
+            return self.times * costs.us(self.primitive, self.among) * self.num_bytes / self.among
+        return self.times * costs.us(self.primitive, self.num_bytes)
+
+
+def own_copy(num_bytes: int, among: int) -> Part:
+    """What stays at home of a collective of CPU tensors, which moves `among` bytes in all."""
+    past_caches = num_bytes >= 2 << 20  # kPastCache in csrc/cpu/all_to_all_pairwise.cpp
+    return Part("stream" if past_caches else "copy", num_bytes, among)
+
+
+@dataclass(frozen=True)
 class Cost:
     """Modelled, per rank and call.
 
@@ -46,6 +75,8 @@ class Cost:
         scale_out_bytes: sent across rails.
         copied_bytes: written to memory in all, staging included.
         sms: that wait or copy, on a GPU.
+        rail_steps: messages between domains that follow one another.
+        parts: the primitives that it is made of, one after the other. Without any, the links' latency and bandwidth decide.
     """
 
     steps: int
@@ -53,14 +84,24 @@ class Cost:
     scale_out_bytes: int = 0
     copied_bytes: int = 0
     sms: int = 0
+    rail_steps: int = 1
+    parts: tuple[Part, ...] = ()
 
     def time_us(self, comm: Communicator) -> float:
-        """What this would take on the communicator's topology, from its links' latency and bandwidth."""
+        """What this would take on the communicator: the measured costs of its parts, and the link between domains."""
         up, out = comm.topology.scale_up, comm.topology.scale_out
-        time = self.steps * up.latency_us + self.copied_bytes / (up.bandwidth_GBps * 1e3)
-        return time + (
-            out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3) if self.scale_out_bytes else 0
-        )
+        if self.parts:
+            time = sum(part.time_us(comm.costs) for part in self.parts)
+        else:
+            time = self.steps * up.latency_us + self.copied_bytes / (up.bandwidth_GBps * 1e3)
+        if not self.scale_out_bytes:
+            return time
+        return time + self.rail_steps * out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3)
+
+    @property
+    def primitives(self) -> frozenset[str]:
+        """The names of its parts."""
+        return frozenset(part.primitive for part in self.parts)
 
 
 class Algorithm(ABC):
@@ -79,6 +120,10 @@ class Algorithm(ABC):
     @abstractmethod
     def cost(self, request: Request, comm: Communicator) -> Cost:
         """Modelled cost of a request that it supports."""
+
+    def remarks(self, request: Request, comm: Communicator) -> tuple[str, ...]:
+        """What else `a2a plan` says of it where it is chosen."""
+        return ()
 
     def no_memory(self, comm: Communicator) -> str | None:
         """Why its kernels can't run on `comm`, or None."""

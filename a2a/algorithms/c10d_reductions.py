@@ -14,6 +14,7 @@ import torch
 from a2a.algorithms.base import Cost, Request
 from a2a.algorithms.c10d import Baseline, originals
 from a2a.algorithms.reduction_base import Reduction
+from a2a.topology import Topology
 from a2a.work import Work
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class _C10d(Baseline, Reduction):
         size, n = request.num_bytes, comm.world_size
         remote = size * (n - 1) if self.op == "all_gather" else size * (n - 1) // n
         remote *= 2 if self.op == "all_reduce" else 1
-        # Sockets or rings of the engine: at least one more copy at each end than a direct store.
-        return Cost(steps=8, scale_out_bytes=remote, copied_bytes=size + 3 * remote)
+        steps = (n - 1) * (2 if self.op == "all_reduce" else 1)  # of a ring in rank order
+        return self.engine_cost(request, comm, remote, int(remote * _crossings(comm.topology)), steps)
 
     def register(self, comm: Communicator, agree: str, text: str) -> int:
         return 0
@@ -65,6 +66,13 @@ class _C10d(Baseline, Reduction):
         return self.aside(comm, call, result, (output, input, *result))
 
 
+def _crossings(topology: Topology) -> float:
+    """Of the ranks of a domain, the part whose next rank is in another domain; the largest such part."""
+    ranks = range(topology.world_size)
+    crosses = [not topology.same_domain(rank, (rank + 1) % topology.world_size) for rank in ranks]
+    return max(sum(crosses[rank] for rank in domain.ranks) / len(domain.ranks) for domain in topology.domains)
+
+
 def _original(*names: str) -> Callable[..., Any]:
     """torch's function, under the newest name that this torch has."""
     found: Callable[..., Any] = next(originals[name] for name in names if name in originals)
@@ -88,5 +96,6 @@ class ReduceScatterC10d(_C10d):
 class AllGatherC10d(_C10d):
     """See the module's docstring."""
 
+    deterministic: ClassVar[bool] = True  # nothing is summed
     name: ClassVar[str] = "c10d"
     op: ClassVar[str] = "all_gather"

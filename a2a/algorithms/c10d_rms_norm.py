@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.c10d import Baseline, originals
 from a2a.algorithms.rms_norm_base import OP, RmsNorm, Tensors, rms_norm
 
@@ -26,7 +26,11 @@ class AllReduceRmsNormC10d(Baseline, RmsNorm):
         size, n = request.num_bytes, comm.world_size
         remote = 2 * size * (n - 1) // n
         # Sockets or rings of the engine, and passes over float32 values for what follows.
-        return Cost(steps=16, scale_out_bytes=remote, copied_bytes=size + 3 * remote + 12 * size)
+        copied = size + 3 * remote + 12 * size
+        if not comm.topology.is_single_domain:
+            return Cost(steps=16, scale_out_bytes=remote, copied_bytes=copied)
+        parts = (Part("c10d_all_reduce", max(1, size)), Part("copy", 12 * size))
+        return Cost(steps=16, copied_bytes=copied, parts=parts)
 
     def register(self, comm: Communicator, agree: str, text: str) -> int:
         return 0

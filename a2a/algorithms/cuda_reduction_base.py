@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.reduction_base import DTYPES, REDUCE_OPS, Reduction
 from a2a.kernels import cpu, cuda, cuda_params, cuda_requests
 from a2a.work import StreamWork
@@ -40,8 +40,8 @@ def cut(comm: Communicator) -> tuple[int, int]:
     """(the most that goes as packets, bytes of a chunk) in a communicator's staging."""
     transport: Any = comm.transport
     share = transport.reduction_bytes(comm.world_size) // comm.world_size
-    flag_bytes = min(FLAG_BYTES, share // 18 // UNIT * UNIT)
-    room = share - 2 * 2 * (flag_bytes // 3 * 4 + 64) - 64 * CHANNELS
+    flag_bytes = min(FLAG_BYTES, share // 17)
+    room = share - 2 * 2 * (flag_bytes // 3 * 4 + 128) - 64 * CHANNELS
     return flag_bytes, min(CHUNK_BYTES, room // (2 * CHANNELS * SLOTS) // 1024 * 1024)
 
 
@@ -224,6 +224,12 @@ class CudaReduction(Reduction):
             tensor.record_stream(side)  # dropped early, its memory still waits for this work
         return StreamWork(result, done, device)
 
+    @staticmethod
+    def _cost(steps: int, num_bytes: int) -> Cost:
+        """So many rounds of signals, and so many bytes over the link."""
+        parts = (Part("launch"), Part("signal", times=steps), Part("push", num_bytes))
+        return Cost(steps=steps, scale_up_bytes=num_bytes, copied_bytes=num_bytes, sms=BLOCKS, parts=parts)
+
 
 class CudaFlags(CudaReduction):
     """By packets that mark their own arrival."""
@@ -246,7 +252,7 @@ class CudaFlags(CudaReduction):
     def cost(self, request: Request, comm: Communicator) -> Cost:
         packets = self.remote_bytes(request, comm) * 4 // 3
         steps = 2 if self.op == "all_reduce" and self.two_shot else 1
-        return Cost(steps=steps, scale_up_bytes=packets, copied_bytes=packets, sms=BLOCKS)
+        return self._cost(steps, packets)
 
 
 class CudaShares(CudaReduction):
@@ -256,4 +262,4 @@ class CudaShares(CudaReduction):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         remote = self.remote_bytes(request, comm)
-        return Cost(steps=4, scale_up_bytes=remote, copied_bytes=remote, sms=BLOCKS)
+        return self._cost(4, remote)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.moe_base import (
     DTYPE_CODE,
     SCALE_DTYPE,
@@ -81,7 +81,12 @@ class MoePush(Moe):
     def cost(self, request: Request, comm: Communicator) -> Cost:
         rows, distinct = routed_bytes(request, comm)
         remote = distinct * (comm.world_size - 1) // comm.world_size
-        return Cost(steps=2, scale_up_bytes=remote, copied_bytes=rows + distinct + remote, sms=_SENDERS)
+        # Rows are expanded while others travel: the last chunk's expansion shows.
+        chunks = min(_MOST_CHUNKS, max(1, request.num_bytes // _CHUNK_BYTES))
+        launches, signals = Part("launch", times=len(_PARTS)), Part("signal", times=2)
+        parts = (launches, signals, Part("push", remote), Part("copy", rows // chunks))
+        copied = rows + distinct + remote
+        return Cost(steps=2, scale_up_bytes=remote, copied_bytes=copied, sms=_SENDERS, parts=parts)
 
     def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
         return PushExchange(comm, spec)
@@ -145,6 +150,8 @@ def _round(n: int, to: int) -> int:
 
 class PushExchange(MoeExchange):
     """The GPU kernels of one ExpertParallel."""
+
+    plan_size: int
 
     def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
         self._comm, self._spec, self._lib = comm, spec, cuda.lib()

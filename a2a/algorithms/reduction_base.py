@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Algorithm, Cost, Request
+from a2a.algorithms.base import Algorithm, Cost, Part, Request, own_copy
 from a2a.kernels import cpu
 from a2a.work import Work
 
@@ -115,17 +115,37 @@ class CpuReduction(Reduction):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         size, n = request.num_bytes, comm.world_size
+        symmetric = request.get("memory") == "symmetric"
         if self.op == "all_gather":
-            written, steps = size * (n - 1), 2  # everybody's share, after one copy of the own
-            return Cost(1 if not self.two_shot else steps, scale_up_bytes=written, copied_bytes=size + written)
-        remote = size * (n - 1) // n
+            others = size * (n - 1)
+            way = "push" if self.two_shot and symmetric else "gather"
+            parts = [Part(way, others), own_copy(size, size * n)]
+            return self._cost(2 if self.two_shot else 1, others, size + others, parts)
+        share = -(-size // n)
+        others = share * (n - 1)  # what a rank sums of others for its share
         if not self.two_shot:
-            # Every rank reads all inputs, half as dear as to write them.
-            read = size * (n - 1) if self.op == "all_reduce" else remote
-            return Cost(steps=1, scale_up_bytes=read, copied_bytes=size + read // 2 + size // n)
+            if self.op == "all_reduce":
+                parts = [Part("one_shot", size * (n - 1))]
+                return self._cost(1, size * (n - 1), 2 * size, parts + self._dtype_parts(request, size * n))
+            parts = [Part("copy", size - share), Part("one_shot", others)]
+            return self._cost(1, others, size + share, parts + self._dtype_parts(request, size))
+        more = self._dtype_parts(request, share * n)
         if self.op == "reduce_scatter":
-            return Cost(steps=2, scale_up_bytes=remote, copied_bytes=remote + remote // 2 + size // n)
-        return Cost(steps=3, scale_up_bytes=2 * remote, copied_bytes=2 * remote + remote // 2 + size // n)
+            way = "reduce_loaded" if symmetric else "reduce_staged"
+            return self._cost(2, others, others + share, [Part(way, others), *more])
+        way = "reduce_push" if symmetric else "reduce_gather"
+        return self._cost(3, 2 * others, 2 * others + 2 * share, [Part(way, others), *more])
+
+    def _cost(self, steps: int, scale_up_bytes: int, copied_bytes: int, parts: list[Part]) -> Cost:
+        rounds = (Part("call"), Part("signal", times=steps - 1))
+        return Cost(steps, scale_up_bytes=scale_up_bytes, copied_bytes=copied_bytes, parts=(*rounds, *parts))
+
+    def _dtype_parts(self, request: Request, term_bytes: int) -> list[Part]:
+        """What sums of this dtype take beyond those of float32, of which the other parts are."""
+        if request.dtype is torch.float32:
+            return []
+        name = str(request.dtype).removeprefix("torch.")
+        return [Part(f"reduce_{name}", term_bytes), Part("reduce_float32", term_bytes, times=-1)]
 
     def register(self, comm: Communicator, agree: str, text: str) -> int:
         index: int = comm.require_transport(self.op).request(agree, 0, text)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from a2a.algorithms.base import Algorithm, Cost, Request
+from a2a.algorithms.base import Algorithm, Cost, Part, Request, own_copy
 from a2a.algorithms.reduction_base import DTYPES, ONE_SHOT_BYTES
 from a2a.kernels import cpu
 
@@ -136,9 +136,13 @@ class CpuRmsNorm(RmsNorm):
         written = 2 * size  # both results
         if not self.two_shot:
             read = size * (n - 1)
-            return Cost(steps=1, scale_up_bytes=read, copied_bytes=size + read // 2 + written)
+            once = (Part("call"), Part("one_shot", read), own_copy(written, written + read))
+            return Cost(steps=1, scale_up_bytes=read, copied_bytes=size + read // 2 + written, parts=once)
         remote = size * (n - 1) // n
-        return Cost(steps=3, scale_up_bytes=2 * remote, copied_bytes=2 * remote + remote // 2 + written)
+        rounds = Part("call"), Part("signal", times=2)
+        parts = (*rounds, Part("reduce_gather", remote), own_copy(written, written + 2 * remote))
+        copied = 2 * remote + remote // 2 + written
+        return Cost(steps=3, scale_up_bytes=2 * remote, copied_bytes=copied, parts=parts)
 
     def refuse(self, comm: Communicator, request: int, why: str) -> None:
         cpu.lib().a2a_refuse(comm.handle, request, why.encode()[:1000])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.reduction_base import DTYPES
 from a2a.algorithms.rms_norm_base import OP, Prepared, RmsNorm, Tensors
 from a2a.kernels import cpu, cuda, cuda_params
@@ -206,9 +206,9 @@ class CudaRmsNorm(RmsNorm):
     def cost(self, request: Request, comm: Communicator) -> Cost:
         size, n = request.num_bytes, comm.world_size
         remote = 2 * size * (n - 1) // n if self.two_shot else size * (n - 1)
-        return Cost(
-            steps=2 if self.two_shot else 1, scale_up_bytes=remote, copied_bytes=remote + size // 4, sms=_BLOCKS
-        )
+        steps, copied = 2 if self.two_shot else 1, remote + size // 4
+        parts = (Part("launch"), Part("signal", times=steps), Part("push", remote), Part("copy", size // 4))
+        return Cost(steps=steps, scale_up_bytes=remote, copied_bytes=copied, sms=_BLOCKS, parts=parts)
 
     def refuse(self, comm: Communicator, request: int, why: str) -> None:
         self._of(comm, 4, torch.float32).prepare(request, 0, 0.0, digest=0)(0, 0, 0, 0, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,9 +143,10 @@ def a2a_contender(exchange: Exchange, comm: Communicator, memory: str) -> Conten
         return a2a.all_to_all_single(output, source, receives, sends, group=comm)
 
     call = call_even if exchange.op == "all_to_all" else call_uneven
-    plan = choose(Request("all_to_all", exchange.dtype), comm)
+    plan = choose(Request("all_to_all", exchange.dtype, exchange.num_bytes, (("memory", memory),)), comm)
     sms = plan.cost.sms if exchange.device.type == "cuda" else None
-    return contender("a2a", exchange, source, output, call, algorithm=plan.algorithm.name, sms=sms)
+    made = contender("a2a", exchange, source, output, call, algorithm=plan.algorithm.name, sms=sms)
+    return replace(made, predicted_us=plan.time_us)
 
 
 def dist_contender(name: str, exchange: Exchange, group: dist.ProcessGroup | None) -> Contender:

@@ -7,7 +7,7 @@ plan depends on nothing but the request and the topology.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +30,7 @@ class Request:
     hidden: int
     experts: int
     top_k: int
+    memory: str = "ordinary"
 
 
 def run(request: Request, ranks: int | None, topology: str | None, json_path: str | None) -> int:
@@ -60,6 +61,7 @@ def run(request: Request, ranks: int | None, topology: str | None, json_path: st
             print(json.dumps({**plan, **facts}), file=file)
     out = show.console(stderr=json_path == "-")
     out.print(f"[bold]{request.op}[/bold] on {facts['topology']}; costs and times are modelled, per rank and call")
+    out.print(f"numbers: {facts['costs']}", markup=False)
     for plan in plans:
         _show(out, plan)
     return 1 if any(plan["algorithm"] is None for plan in plans) else 0
@@ -75,6 +77,11 @@ def _show(out: Any, plan: dict[str, Any]) -> None:
         out.print(
             f"{what}: [bold]{plan['algorithm']}[/bold], {plan['reason']}: {show.us_text(plan['time_us'])} us ({cost})"
         )
+    for remark in plan["remarks"]:
+        out.print(f"  {remark}", markup=False)
+        parts = [f"{part['primitive']} {show.us_text(part['us'])}" for part in plan["parts"] if part["us"]]
+        if parts:
+            out.print(f"  of which, us: {' + '.join(parts)}", markup=False)
     for name, why in plan["rejected"]:
         out.print(f"  not {name}: {why}", markup=False)
     if plan["algorithm"] is None:
@@ -98,18 +105,25 @@ def _plan_all(request: Request, comm: Any, emit: Emit) -> None:
             wanted = [moe_request(request, name, comm.world_size)]
         else:
             op = "all_to_all" if request.op == "all_to_allv" else request.op
-            detail: Any = (("reduce_op", "sum"),) if op in ("all_reduce", "reduce_scatter") else ()
+            sums = (("reduce_op", "sum"),) if op in ("all_reduce", "reduce_scatter") else ()
+            detail: Any = (("memory", request.memory), *sums)
+            shares = comm.world_size if op == "all_gather" else 1  # sizes are nccl-tests', of the whole tensor
             unit = 1
             if op == "all_reduce_rms_norm":  # of whole rows
                 detail, unit = (("hidden", request.hidden),), request.hidden * parse.dtype(name).itemsize
-            sizes = [max(unit, size // unit * unit) for size in request.sizes]
-            wanted = [PlanRequest(op, parse.dtype(name), size, detail) for size in sizes]
+            bytes_sent = [max(unit, size // shares // unit * unit) for size in request.sizes]
+            wanted = [PlanRequest(op, parse.dtype(name), size, detail) for size in bytes_sent]
         try:
-            plans += [{"op": request.op, "bytes": one.num_bytes, "dtype": name, **_plan(one, comm)} for one in wanted]
+            sizes = [one.num_bytes for one in wanted] if request.op == "moe" else request.sizes
+            plans += [
+                {"op": request.op, "bytes": size, "dtype": name, **_plan(one, comm)}
+                for size, one in zip(sizes, wanted, strict=True)
+            ]
         except ValueError as error:  # A2A_ALGORITHM
             emit({"mistake": str(error)})
             return
-    emit({"plans": plans, "facts": {"ranks": comm.world_size, "topology": comm.topology.summary()}})
+    facts = {"ranks": comm.world_size, "topology": comm.topology.summary(), "costs": comm.costs.source}
+    emit({"plans": plans, "facts": facts})
 
 
 def _plan(request: Any, comm: Any) -> dict[str, Any]:
@@ -123,13 +137,19 @@ def _plan(request: Any, comm: Any) -> dict[str, Any]:
             "reason": _way_out(request, comm),
             "time_us": None,
             "cost": {},
+            "remarks": (),
+            "parts": [],
+            "numbers": None,
             "rejected": error.rejected,
         }
     return {
         "algorithm": plan.algorithm.name,
         "reason": plan.reason,
         "time_us": plan.time_us,
-        "cost": asdict(plan.cost),
+        "remarks": plan.algorithm.remarks(request, comm),
+        "cost": {name: value for name, value in asdict(plan.cost).items() if name != "parts"},
+        "parts": [{**asdict(part), "us": part.time_us(comm.costs)} for part in plan.cost.parts],
+        "numbers": plan.costs,
         "rejected": plan.rejected,
     }
 
@@ -151,6 +171,7 @@ def _way_out(request: Any, comm: Any) -> str:
 def _imagined(given: str) -> Any:
     """What the planner asks of a communicator, for ranks that need not be there; transports that fit count as working."""
     from a2a.topology import Topology
+    from a2a.topology.built_in import built_in
     from a2a.transport import candidates
     from a2a.transport.base import not_one_domain
 
@@ -162,10 +183,20 @@ def _imagined(given: str) -> Any:
         world_size=topology.world_size,
         topology=topology,
         deterministic=True,
-        group=topology,  # anything but None: ranks of a job have one
+        device_type=device_type,
+        group=topology,  # anything but None: ranks of a job have one, and a store
+        store=topology,
+        why_not=lambda transport, part: not_one_domain(part) or (None if transport in fitting else "for other memory"),
         transport=None if apart else next(iter(fitting), None),
         why_no_transport={transport.name: apart or "" for transport in fitting},
+        costs=replace(built_in(topology), source=f"{_kind(given)} {given}: {built_in(topology).source}"),
     )
+
+
+def _kind(given: str) -> str:
+    from a2a.topology import presets
+
+    return "preset" if presets.is_preset(given) else "file"
 
 
 def moe_request(request: Request, dtype: str, ranks: int) -> Any:

@@ -20,7 +20,7 @@ COLOURS = {
     "memcpy": "#555555", "copy": "#555555", "copies": "#9a9a9a",
 }  # fmt: skip
 LABELS = {
-    "memcpy": "memcpy of as many bytes", "copies": "plain copies", "copy": "copy engines, nobody waiting",
+    "memcpy": "memory's limit: a copy of as many bytes", "copies": "plain copies", "copy": "copy engines, nobody waiting",
     "nccl": "NCCL", "nccl_symm": "NCCL, symmetric window", "nccl_ce": "NCCL, copy engines",
 }  # fmt: skip
 LIMITS = ("memcpy", "copy")  # drawn as what bounds the others
@@ -49,7 +49,10 @@ def _pyplot() -> Any:
 
 
 def exchanges(lines: Sequence[Line], path: Path) -> None:
-    """Time and bandwidth over size on log axes, a row for each dtype and memory; plain copies are dashed."""
+    """Time and bandwidth over size on log axes, a row for each dtype and memory.
+
+    Plain copies are dashed, what the planner predicts is dotted.
+    """
     pyplot = _pyplot()
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
@@ -96,6 +99,21 @@ def _exchange_panels(left: Any, right: Any, lines: Sequence[Line], kind: str) ->
         if not limit:
             left.fill_between(x, p50, p99, color=COLOURS.get(impl), alpha=0.12, linewidth=0)
         right.plot(x, bandwidth, label=LABELS.get(impl, impl), **style)
+    predicted = sorted(
+        (line.bytes, line.case["predicted_us"]) for line in lines if line.impl == "a2a" and "predicted_us" in line.case
+    )
+    if predicted:
+        dotted = {
+            "color": COLOURS["a2a"],
+            "linestyle": ":",
+            "linewidth": 1.3,
+            "marker": "x",
+            "markersize": 5,
+            "zorder": 4,
+        }
+        left.plot(*zip(*predicted, strict=True), **dotted)
+        speeds = [(size, size / us / 1e3) for size, us in predicted if us > 0]
+        right.plot(*zip(*speeds, strict=True), label="a2a, predicted", **dotted)
     titles = (f"{kind}: time of a call, us (band: up to p99)", f"{kind}: send buffer / time, GB/s")
     for axes, title in zip((left, right), titles, strict=True):
         axes.set_xscale("log", base=2)

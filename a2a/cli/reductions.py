@@ -7,14 +7,14 @@ every dtype. Sizes are nccl-tests': of the whole tensor, which a reduce-scatter 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from a2a.cli.exchanges import POISON
+from a2a.cli.exchanges import CALL, POISON
 from a2a.measure import Contender
 from a2a.plan import Request, choose
 
@@ -61,6 +61,11 @@ class Reduction:
         """Elements of a rank's input."""
         return self.share if self.op == "all_gather" else self.whole
 
+    def request(self, memory: str) -> Request:
+        """What the planner is asked for tensors of that kind of memory."""
+        detail = () if self.op == "all_gather" else (("reduce_op", "sum"),)
+        return Request(self.op, self.dtype, self.sends * self.dtype.itemsize, (("memory", memory), *detail))
+
     def pattern(self, rank: int) -> Tensor:
         return ((torch.arange(self.sends) + 3 * rank) % _PERIOD).to(self.dtype)
 
@@ -85,11 +90,10 @@ def a2a_contender(reduction: Reduction, comm: Communicator, memory: str) -> Cont
             return comm.empty((count,), reduction.dtype)
         return torch.empty(count, dtype=reduction.dtype)
 
-    functions = (a2a.all_reduce, a2a.reduce_scatter_tensor, a2a.all_gather_into_tensor)
-    bytes_sent = reduction.sends * reduction.dtype.itemsize
-    detail = () if reduction.op == "all_gather" else (("reduce_op", "sum"),)
-    plan = choose(Request(reduction.op, reduction.dtype, bytes_sent, detail), comm)
-    return _contender("a2a", reduction, make, functions, comm, algorithm=plan.algorithm.name)
+    call = _torch_call((a2a.all_reduce, a2a.reduce_scatter_tensor, a2a.all_gather_into_tensor), comm)
+    plan = choose(reduction.request(memory), comm)
+    made = _contender("a2a", reduction, make, call, barrier=True)
+    return replace(made, algorithm=plan.algorithm.name, predicted_us=plan.time_us)
 
 
 def dist_contender(name: str, reduction: Reduction, group: dist.ProcessGroup | None) -> Contender:
@@ -98,8 +102,33 @@ def dist_contender(name: str, reduction: Reduction, group: dist.ProcessGroup | N
     def make(count: int) -> Tensor:
         return torch.empty(count, dtype=reduction.dtype)
 
-    functions = (dist.all_reduce, dist.reduce_scatter_tensor, dist.all_gather_into_tensor)
-    return _contender(name, reduction, make, functions, group, optional=name != "a2a")
+    call = _torch_call((dist.all_reduce, dist.reduce_scatter_tensor, dist.all_gather_into_tensor), group)
+    return replace(_contender(name, reduction, make, call), optional=name != "a2a")
+
+
+def mpi_contender(reduction: Reduction, world: Any) -> Contender:
+    """mpi4py's `Allreduce`, in place, `Reduce_scatter_block` or `Allgather` on NumPy arrays of the tensors' memory."""
+    from mpi4py import MPI
+
+    gathers = reduction.op == "all_gather"  # which moves bytes, of whatever they are
+    if not gathers and reduction.dtype is torch.bfloat16:
+        return Contender("mpi", lambda: None, lambda: 0, optional=True, why_not="MPI has no bfloat16")
+
+    def make(count: int) -> Tensor:
+        return torch.empty(count, dtype=reduction.dtype)
+
+    def array(tensor: Tensor) -> Any:
+        return tensor.view(torch.uint8).numpy() if gathers else tensor.numpy()
+
+    def bind(op: str, output: Tensor, source: Tensor) -> CALL:
+        if op == "all_reduce":
+            whole = array(source)
+            return lambda: world.Allreduce(MPI.IN_PLACE, whole)
+        to, of = array(output), array(source)
+        call = world.Allgather if gathers else world.Reduce_scatter_block
+        return lambda: call(of, to)
+
+    return replace(_contender("mpi", reduction, make, bind), optional=True)
 
 
 def memcpy_contender(reduction: Reduction) -> Contender:
@@ -118,36 +147,41 @@ def memcpy_contender(reduction: Reduction) -> Contender:
     return Contender("memcpy", call, check)
 
 
+# Of an op, output and source: what makes the call.
+_Bind = Callable[[str, Tensor, Tensor], CALL]
+
+
+def _torch_call(functions: tuple[Any, Any, Any], group: Any) -> _Bind:
+    """Calls of three functions with torch.distributed's arguments."""
+    all_reduce, reduce_scatter, all_gather = functions
+
+    def bind(op: str, output: Tensor, source: Tensor) -> CALL:
+        if op == "all_reduce":
+            return lambda: all_reduce(source, group=group)
+        if op == "reduce_scatter":
+            return lambda: reduce_scatter(output, source, group=group)
+        return lambda: all_gather(output, source, group=group)
+
+    return bind
+
+
 def _contender(
-    name: str,
-    reduction: Reduction,
-    make: Callable[[int], Tensor],
-    functions: tuple[Any, Any, Any],
-    group: Any,
-    *,
-    algorithm: str = "-",
-    optional: bool = False,
+    name: str, reduction: Reduction, make: Callable[[int], Tensor], bind: _Bind, *, barrier: bool = False
 ) -> Contender:
+    """`barrier`: peers store into this rank's output, so that nobody may poison it late."""
     source = make(reduction.sends)
     if reduction.op == "all_reduce":
         output = source  # sums grow from call to call, which takes no longer
     else:
         output = make(reduction.share if reduction.op == "reduce_scatter" else reduction.whole)
-    all_reduce, reduce_scatter, all_gather = functions
-
-    def call() -> object:
-        if reduction.op == "all_reduce":
-            return all_reduce(source, group=group)
-        if reduction.op == "reduce_scatter":
-            return reduce_scatter(output, source, group=group)
-        return all_gather(output, source, group=group)
+    call = bind(reduction.op, output, source)
 
     def check() -> int:
         output.view(torch.uint8).fill_(POISON)
         source.copy_(reduction.pattern(reduction.rank))
-        if group is not None and algorithm != "-":
-            dist.barrier()  # poison is not stored over what a peer has sent
+        if barrier:
+            dist.barrier()
         call()
         return reduction.wrong(output)
 
-    return Contender(name, call, check, algorithm=algorithm, optional=optional)
+    return Contender(name, call, check)

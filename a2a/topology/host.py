@@ -87,6 +87,14 @@ def local_facts(root: Path = Path("/")) -> HostFacts:
     )
 
 
+def cpu_model(root: Path = Path("/")) -> str:
+    """The processor's name as the kernel has it; "unknown CPU" where it says none."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.split(":", 1)[1].strip()
+    return "unknown CPU"
+
+
 def cores_together(facts: Sequence[HostFacts]) -> int:
     """Count the CPU cores that processes of one host can keep busy together.
 

@@ -119,12 +119,12 @@ class CpuShm(Transport):
         facts = local_facts()
         mine = json.dumps([staging, facts.to_json()]).encode()
         everyone = [json.loads(p) for p in wiring.exchange("cpu_shm/start", mine)]
-        staging, cores = everyone[0][0], cores_together([HostFacts.from_json(f) for _, f in everyone])
+        self.staging_bytes, self.cores = everyone[0][0], cores_together([HostFacts.from_json(f) for _, f in everyone])
         self._link = FdLink(wiring.exchange, self.rank, self.world_size, self.timeout_s)
-        num_bytes: int = self._lib.a2a_control_bytes(self.world_size, staging)
+        num_bytes: int = self._lib.a2a_control_bytes(self.world_size, self.staging_bytes)
         problem = ""
         try:
-            base = self._share(num_bytes, format_with=staging)
+            base = self._share(num_bytes, format_with=self.staging_bytes)
             pidfds = exchange_pidfds(self._link)
         except (OSError, A2AError) as error:
             problem = str(error)
@@ -138,9 +138,9 @@ class CpuShm(Transport):
             0,
             self.rank,
             self.world_size,
-            staging,
+            self.staging_bytes,
             (c_int * self.world_size)(*pidfds),
-            cores,
+            self.cores,
             -1.0 if spin_us is None else spin_us,
             self.timeout_s,
             self._callback,

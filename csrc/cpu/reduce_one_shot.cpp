@@ -43,8 +43,11 @@ int reduce_one_shot(Context& c, const Request& request, const a2a_reduction& cal
       std::memcpy(static_cast<std::uint8_t*>(out) + p * share, c.input(p, e), share);
   } else if (bytes) {
     const void** terms = static_cast<const void**>(__builtin_alloca(P * sizeof(void*)));
-    for (std::uint32_t p = 0; p < P; p++) terms[p] = c.input(p, e) + (call.kind == A2A_REDUCE_SCATTER ? me * share : 0);
-    if (!norm) simd().reduce(call.dtype, call.reduce, out, terms, P, call.count);
+    for (std::uint32_t p = 0; p < P; p++) {
+      const std::uint8_t* whole = p == me ? static_cast<const std::uint8_t*>(in) : c.input(p, e);
+      terms[p] = whole + (call.kind == A2A_REDUCE_SCATTER ? me * share : 0);
+    }
+    if (!norm) simd().reduce(call.dtype, call.reduce, out, terms, P, call.count, false);
     for (std::size_t at = 0; norm && at < bytes; at += norm->row_bytes()) norm->reduce(terms, at, at);
   }
   c.bytes_eager += bytes * (P - 1);

@@ -19,7 +19,7 @@ namespace A2A_ISA {
 
 // Up to four terms at once, without a detour through memory.
 template <class T, int N, bool W>
-void few(void* out, const void* const* in, const float* w, std::size_t columns) {
+void few(void* out, const void* const* in, const float* w, std::size_t columns, bool past_cache = false) {
   typedef typename T::type type;
   auto* __restrict o = static_cast<type*>(out);
   const type* x[4];
@@ -28,8 +28,18 @@ void few(void* out, const void* const* in, const float* w, std::size_t columns) 
     x[k] = static_cast<const type*>(in[k]);
     weight[k] = W ? w[k] : 1;
   }
+  auto one_by_one = [&](std::size_t i, std::size_t end) {
+    for (; i < end; i++) {
+      float sum = W ? weight[0] * T::get(x[0][i]) : T::get(x[0][i]);
+      for (int k = 1; k < N; k++) sum = sum + (W ? weight[k] * T::get(x[k][i]) : T::get(x[k][i]));
+      o[i] = T::put(sum);
+    }
+  };
   std::size_t i = 0;
 #if A2A_LEVEL >= 2
+  const std::size_t unaligned = (0 - reinterpret_cast<std::uintptr_t>(o)) & 63;
+  past_cache = past_cache && unaligned % sizeof(type) == 0 && unaligned / sizeof(type) <= columns;
+  if (past_cache) one_by_one(0, i = unaligned / sizeof(type));  // streamed vectors are whole lines
   Floats v[4];
   for (int k = 0; k < N; k++) v[k] = splat(weight[k]);
   for (; i + kStep <= columns; i += kStep) {
@@ -41,14 +51,13 @@ void few(void* out, const void* const* in, const float* w, std::size_t columns) 
       if (W) c = times(v[k], c), d = times(v[k], d);
       a = plus(a, c), b = plus(b, d);
     }
-    T::put2(o + i, a, b, false);
+    T::put2(o + i, a, b, past_cache);
   }
+  if (past_cache) fence();
+#else
+  (void)past_cache;
 #endif
-  for (; i < columns; i++) {
-    float sum = W ? weight[0] * T::get(x[0][i]) : T::get(x[0][i]);
-    for (int k = 1; k < N; k++) sum = sum + (W ? weight[k] * T::get(x[k][i]) : T::get(x[k][i]));
-    o[i] = T::put(sum);
-  }
+  one_by_one(i, columns);
 }
 
 template <class In, class Out, bool W>
@@ -99,6 +108,22 @@ void weighted_sum(u32 in_dtype, u32 out_dtype, void* out, const void* const* in,
   if (in_dtype == kFloat16) return mixed<F16, F32>(out, in, w, n, columns);
   if (out_dtype == kBfloat16) return mixed<F32, Bf16>(out, in, w, n, columns);
   mixed<F32, F16>(out, in, w, n, columns);
+}
+
+// Plain sums of at most four terms, past the cache. False: of more terms, or another type; nothing is done then.
+template <class T>
+void sum_of(void* out, const void* const* in, std::size_t n, std::size_t columns) {
+  if (n == 1) return few<T, 1, false>(out, in, nullptr, columns, true);
+  if (n == 2) return few<T, 2, false>(out, in, nullptr, columns, true);
+  if (n == 3) return few<T, 3, false>(out, in, nullptr, columns, true);
+  few<T, 4, false>(out, in, nullptr, columns, true);
+}
+
+bool sum_past_cache(u32 dtype, void* out, const void* const* in, std::size_t n, std::size_t columns) {
+  if (n > 4 || dtype > kFloat16) return false;
+  if (dtype == kFloat32) return sum_of<F32>(out, in, n, columns), true;
+  if (dtype == kBfloat16) return sum_of<Bf16>(out, in, n, columns), true;
+  return sum_of<F16>(out, in, n, columns), true;
 }
 
 // ---------------------------------------------------------------- scaling, and the dot product's lanes

@@ -50,8 +50,9 @@ struct Simd {
   void (*dequantize)(std::uint32_t dtype, std::uint32_t wire, void* x, const std::uint8_t* q,
                      const std::uint8_t* scales, std::size_t columns);
   // out = in[0] op in[1] op ...: from the first term; bfloat16 and float16 in float32, rounded once. out may be one of in.
+  // past_cache: nobody reads out soon; sums of few terms then go past the cache, fence included.
   void (*reduce)(std::uint32_t dtype, std::uint32_t op, void* out, const void* const* in, std::size_t n,
-                 std::size_t count);
+                 std::size_t count, bool past_cache);
   // A row of float32, bfloat16 or float16: r = residual + (terms[0] + terms[1] + ...), and the scale that `normalise` takes; r may
   // be residual or one of the terms. out = r * scale * weight; out may be r. simd_norm.h has the order.
   float (*add_norm)(std::uint32_t dtype, void* r, const void* const* terms, std::size_t n, const void* residual,

@@ -11,6 +11,8 @@ namespace A2A_ISA {
 void weighted_sum(u32 in_dtype, u32 out_dtype, void* out, const void* const* in, const float* w, std::size_t n,
                   std::size_t columns);
 
+bool sum_past_cache(u32 dtype, void* out, const void* const* in, std::size_t n, std::size_t columns);
+
 // An element type that is reduced in itself.
 template <class X>
 struct Itself {
@@ -88,7 +90,8 @@ void reduce_integer(u32 op, void* out, const void* const* in, std::size_t n, std
   reduce_blocks<Itself<X>, Smaller, false>(out, in, n, count);
 }
 
-void reduce(u32 dtype, u32 op, void* out, const void* const* in, std::size_t n, std::size_t count) {
+void reduce(u32 dtype, u32 op, void* out, const void* const* in, std::size_t n, std::size_t count, bool past_cache) {
+  if (op == kSum && past_cache && sum_past_cache(dtype, out, in, n, count)) return;
   if (op == kSum && (dtype == kFloat32 || dtype == kBfloat16 || dtype == kFloat16))
     return weighted_sum(dtype, dtype, out, in, nullptr, n, count);
   switch (dtype) {

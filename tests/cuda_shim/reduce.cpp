@@ -63,7 +63,7 @@ Bits term(std::uint64_t key, std::uint32_t rank, std::uint64_t i) {
   if (!kFloats || !kReduces) return Bits(random);
   if (random % 97 == 0) return DTYPE == a2a::kFloat64 ? Bits(shim::bits(double(NAN))) : of_float(NAN);
   if (random % 89 == 0) return DTYPE == a2a::kFloat64 ? Bits(shim::bits(-0.0)) : of_float(-0.0f);
-  const double v = std::ldexp(double(random >> 40) / (1 << 24) - 0.5, int(random >> 8 & 15) - 10);
+  const double v = std::ldexp(double(random >> 40) / (1 << 24) - 0.5, int(random >> 8 & 31) - 20);
   return DTYPE == a2a::kFloat64 ? Bits(shim::bits(v)) : of_float(float(v));
 }
 
