@@ -62,6 +62,8 @@ class MultimemReduction(CudaReduction):
             return "A2A_SOFTWARE_SWITCH is for tests: name it in A2A_ALGORITHM, too"
         if comm.deterministic and not named:
             return "the switch adds in an order of its own; make the communicator with deterministic=False"
+        if isinstance(comm.transport, type):
+            return "the switch must pass a test first, where the ranks are"
         if comm not in self._tested:
             self._tested[comm] = self._self_test(comm)
         return self._tested[comm] or None
@@ -90,6 +92,7 @@ class MultimemReduction(CudaReduction):
     def _function(self, comm: Communicator, dtype: int, reduce_op: int) -> int:
         functions = self._functions.setdefault(comm, {})
         if (dtype, reduce_op) not in functions:
+            self.refuse_capture()
             flag_bytes, chunk_bytes = cut(comm)
             defines = {
                 "WORLD": comm.world_size, "FLAG_BYTES": flag_bytes, "CHUNK_BYTES": chunk_bytes, "DTYPE": dtype,
@@ -150,7 +153,7 @@ class MultimemReduction(CudaReduction):
         for values in (whole, *fine):
             results = []
             for algorithm in (self, self.plain()):
-                source = values.to(dtype)
+                source = values.to(dtype, copy=True)  # an all-reduce stores there
                 result = source if self.op == "all_reduce" else torch.empty(out_count, dtype=dtype, device=device)
                 request = algorithm.register(
                     comm, f"switch|{self.op}|{dtype}|{algorithm.name}", f"{self.op} ({algorithm.name}, a self-test)"

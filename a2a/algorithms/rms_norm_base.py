@@ -118,6 +118,8 @@ class CpuRmsNorm(RmsNorm):
             if request.num_bytes > ONE_SHOT_BYTES:
                 return f"a rank's input has {request.num_bytes} bytes; its slot takes {ONE_SHOT_BYTES}"
             return None
+        if isinstance(comm.transport, type):
+            return None  # planned for ranks that are not here
         row_bytes, most = request.get("hidden") * request.dtype.itemsize, self._most_row_bytes(comm)
         if row_bytes > most:
             needed = 4 * row_bytes // 1024
