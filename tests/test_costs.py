@@ -169,6 +169,8 @@ def requests(op: str, num_bytes: int, ranks: int) -> list[Request]:
     if op == "moe":
         command = PlanCommand("moe", (), (), max(1, num_bytes // 4096), 1024, 2 * ranks, 2)
         return [moe_request(command, "float32", ranks)]
+    if op == "all_reduce_rms_norm":
+        return [Request(op, torch.bfloat16, num_bytes, (("hidden", 1024),))]
     sums = (("reduce_op", "sum"),) if op in ("all_reduce", "reduce_scatter") else ()
     dtypes = (torch.float32, torch.bfloat16) if sums else (torch.float32,)
     return [
