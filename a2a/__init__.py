@@ -9,7 +9,7 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from a2a import topology
 from a2a.errors import (
@@ -21,6 +21,9 @@ from a2a.errors import (
     UnsupportedError,
 )
 from a2a.topology import Topology
+
+if TYPE_CHECKING:
+    from a2a.gradients import GradientReducer
 
 try:
     import torch as _torch  # noqa: F401
@@ -42,10 +45,19 @@ else:
 
     c10d_backend.register()
 
+    def __getattr__(name: str) -> Any:
+        if name != "GradientReducer":
+            raise AttributeError(f"module 'a2a' has no attribute {name!r}")
+        from a2a.gradients import GradientReducer  # here: programs that reduce no gradients need not load it
+
+        return GradientReducer
+
+
 __all__ = [
     "A2AError",
     "Communicator",
     "ExpertParallel",
+    "GradientReducer",
     "InterruptedRankError",
     "MismatchError",
     "PeerTimeoutError",

@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ from a2a.transport import candidates
 from a2a.transport.base import Exchange, Transport, Wiring
 
 if TYPE_CHECKING:
+    from a2a.domains import Domains
     from a2a.work import Work
 
 _log = logging.getLogger("a2a")
@@ -56,6 +57,8 @@ class Communicator:
         timeout_s: how long a rank waits for a peer.
         device: where the tensors are that it serves; `device_type` is its kind.
         group: the ProcessGroup that it stands for, or None.
+        store: the group's key-value store, which rails between domains are made through, or None.
+        deterministic: whether sums are taken in rank order wherever a2a takes them.
     """
 
     def __init__(
@@ -69,11 +72,17 @@ class Communicator:
         group: Any = None,
         device: Any = "cpu",
         refused: str = "",
+        store: Any = None,
+        prefix: str = "a2a",
+        deterministic: bool = True,
     ) -> None:
+        self.deterministic = deterministic
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.device = torch.empty(0, device=device).device  # with its index, where there is one
         self.device_type = self.device.type
         self._group = None if group is None else weakref.ref(group)
+        self.store, self._prefix = store, prefix
+        self._domains: Domains | None = None
         self.topology = topology or resolve(
             exchange, rank, world_size, config().topology, **_place_in_job(group), gpu_uuid=_gpu_uuid(self.device)
         )
@@ -95,7 +104,7 @@ class Communicator:
         self.repeated: dict[Any, Any] = {}  # other calls that were, by what tells them apart; void, too
         self.handed_over: dict[str, int] = {}
         for transport in candidates():
-            reason = transport.unavailable(self.topology, self.device_type) or refused or None
+            reason = self.why_not(transport, self.topology) or refused or None
             if reason is None:
                 self.transport = transport.open(Wiring(exchange, rank, self.topology, timeout_s, self.device))
                 self.transport.on_renewal(self.prepared.clear)
@@ -146,13 +155,16 @@ class Communicator:
         """Counters since the start: collectives, bytes per way, and for each peer how often and how long it was late."""
         self.check_open("stats")
         told = self.transport.stats() if self.transport else {"transport": None, "reasons": dict(self.why_no_transport)}
-        return {**told, "rank": self.rank, "handed_over": dict(self.handed_over)}
+        across = {} if self._domains is None else {"domains": self._domains.stats()}
+        return {**told, **across, "rank": self.rank, "handed_over": dict(self.handed_over)}
 
     def check(self) -> None:
         """Raise the communicator's first failure, if there was one on any rank. Does not wait for calls that still run."""
         self.check_open("check")
         if self.transport and self.transport.told():
             self.transport.raise_failure(cpu.FAILED, "check")
+        if self._domains is not None:
+            self._domains.check()
 
     @property
     def ok(self) -> torch.Tensor:
@@ -207,6 +219,27 @@ class Communicator:
         if self._closed:
             raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
 
+    @property
+    def domains(self) -> Domains:
+        """This rank's domain and rails, where the topology has several. Made now, collectively, if nobody has asked yet."""
+        if self._domains is None:
+            from a2a.domains import Domains
+
+            self.check_open("domains")
+            _not_while_capturing(self.device)
+            self._domains = Domains(self, self.store, self._prefix)
+            self.own(self._domains.close)
+        return self._domains
+
+    def why_not(self, transport: type[Transport], topology: Topology) -> str | None:
+        """Why this transport can't serve `topology`, which may be that of one of its domains, or None."""
+        return transport.unavailable(topology, self.device_type)
+
+    def broken(self) -> None:
+        """An operation across domains has failed: `ok` tells it."""
+        if not self._closed:
+            self.ok.fill_(0)
+
     def require_transport(self, op: str) -> Any:
         self.check_open(op)
         if self.transport is None:
@@ -260,6 +293,17 @@ def _complete(works: queue.SimpleQueue[Work | None]) -> None:
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
+def open_communicators() -> list[tuple[Communicator, list[int]]]:
+    """The communicators of this process that are open, each with its ranks as the whole job counts them."""
+    found = []
+    for comm in list(_open):
+        if not comm._closed:
+            group = None if comm._group is None else comm._group()
+            ranks = _place_in_job(group).get("job_ranks", range(comm.world_size))
+            found.append((comm, list(ranks)))
+    return found
+
+
 @atexit.register
 def _close_all() -> None:
     """Peers that still wait are told before the interpreter falls apart."""
@@ -271,7 +315,11 @@ def _close_all() -> None:
 
 
 def communicator(
-    group: Any = None, topology: Topology | None = None, timeout: Any = None, device: Any = "cpu"
+    group: Any = None,
+    topology: Topology | None = None,
+    timeout: Any = None,
+    device: Any = "cpu",
+    deterministic: bool = True,
 ) -> Communicator:
     """Make a new communicator for `group`. Collective over the group; close it, or use it as a context manager.
 
@@ -282,28 +330,37 @@ def communicator(
         topology: instead of what A2A_TOPOLOGY names or detection finds; of the group's ranks.
         timeout: seconds or a timedelta that a rank waits for a peer; default: A2A_TIMEOUT_S, else the group's own.
         device: where its tensors are: "cpu", "cuda" (the current one) or a torch.device.
+        deterministic: False: sums may be taken in another order than that of ranks where that is faster, which only an
+            NVLink switch does. Equal on all ranks.
     Raises:
         PeerTimeoutError: a rank of the group did not come; names it.
         UnsupportedError: this machine refuses what the transport needs; says what.
     """
-    return _made(_resolve_group(group, "communicator"), topology, timeout, device)
+    return _made(_resolve_group(group, "communicator"), topology, timeout, device, deterministic=deterministic)
 
 
-def _made(group: Any, topology: Topology | None, timeout: Any, device: Any, refused: str = "") -> Communicator:
-    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a2a: a communicator can't be made while a CUDA graph is captured, as memory is shared and the GPU waited for; "
-            "make it, or have the group's first a2a call on CUDA tensors, before the capture"
-        )
+def _made(
+    group: Any, topology: Topology | None, timeout: Any, device: Any, refused: str = "", deterministic: bool = True
+) -> Communicator:
+    _not_while_capturing(torch.device(device))
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if seconds is not None and not seconds > 0:
         raise ValueError(f"communicator: timeout={timeout} must be positive")
     limit = seconds or config().timeout_s or _group_timeout(group, device)
     serial = next(_serials.setdefault(group, itertools.count()))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    exchange = _group_exchange(group, f"a2a/{serial}", rank, world_size, limit)
+    store, prefix = _store_of(group), f"a2a/{serial}"
+    exchange = _group_exchange(group, store, prefix, rank, world_size, limit)
     return Communicator(exchange, rank, world_size, topology=topology, timeout_s=limit, group=group, device=device,
-                        refused=refused)  # fmt: skip
+                        refused=refused, store=store, prefix=prefix, deterministic=deterministic)  # fmt: skip
+
+
+def _not_while_capturing(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a2a: a communicator can't be made while a CUDA graph is captured, as memory is shared and the GPU waited for; "
+            "make it, or have the group's first a2a call on CUDA tensors, before the capture"
+        )
 
 
 def implicit(group: Any, op: str = "a2a", device_type: str = "cpu", device: Any = None) -> Communicator:
@@ -382,10 +439,15 @@ def _place_in_job(group: Any) -> dict[str, Any]:
     return {"job_ranks": dist.get_process_group_ranks(group), "job_size": dist.get_world_size()}
 
 
-def _group_exchange(group: Any, prefix: str, rank: int, world_size: int, timeout_s: float) -> Exchange:
+def _store_of(group: Any) -> Any:
+    """The group's key-value store, or None where it can't be reached."""
     store = getattr(group, "_a2a_store", None)
     if store is None and group in c10d._world.pg_map:
         store = c10d._world.pg_map[group][1]
+    return store
+
+
+def _group_exchange(group: Any, store: Any, prefix: str, rank: int, world_size: int, timeout_s: float) -> Exchange:
     if store is not None:
         return store_exchange(store, rank, world_size, timeout_s, prefix)
 
@@ -397,8 +459,12 @@ def _group_exchange(group: Any, prefix: str, rank: int, world_size: int, timeout
     return exchange
 
 
-def store_exchange(store: Any, rank: int, world_size: int, timeout_s: float, prefix: str = "a2a") -> Exchange:
+def store_exchange(
+    store: Any, rank: int, world_size: int, timeout_s: float, prefix: str = "a2a", names: Sequence[int] | None = None
+) -> Exchange:
     """An all-gather of small payloads through a key-value store of torch.distributed.
+
+    `names`: what errors call the ranks, where it isn't their numbers.
 
     A rank removes its payload of a round once the next round is complete, when everybody must have read it: a store that
     outlives its group (elastic restarts) holds nothing that a later communicator could take for its own.
@@ -408,6 +474,7 @@ def store_exchange(store: Any, rank: int, world_size: int, timeout_s: float, pre
     """
     rounds = itertools.count()
     earlier: list[str] = []
+    called = range(world_size) if names is None else names
 
     def exchange(tag: str, payload: bytes) -> list[bytes]:
         key = f"{prefix}/{next(rounds)}/{tag}"
@@ -420,10 +487,11 @@ def store_exchange(store: Any, rank: int, world_size: int, timeout_s: float, pre
                 store.wait([f"{key}/{peer}"], datetime.timedelta(seconds=left))
             except (RuntimeError, ValueError) as error:
                 raise PeerTimeoutError(
-                    f"rank {rank} waited {timeout_s:.1f} s for rank {peer} to make its a2a communicator (step {tag}). "
+                    f"rank {called[rank]} waited {timeout_s:.1f} s for rank {called[peer]} to make its a2a communicator "
+                    f"(step {tag}). "
                     f"Communicators are collective: every rank of the group makes them, in the same order",
-                    rank=rank,
-                    peer=peer,
+                    rank=called[rank],
+                    peer=called[peer],
                     op="communicator",
                 ) from error
             everyone.append(bytes(store.get(f"{key}/{peer}")))

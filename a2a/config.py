@@ -21,6 +21,7 @@ class Config:
     spin_us: float | None = None
     staging_kb: int | None = None
     cache_dir: str | None = None
+    software_switch: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ _MEANING = {
     "A2A_ALGORITHM": "algorithms to use instead of the planner's choice: op=name,op=name",
     "A2A_SPIN_US": "microseconds that a CPU rank spins before it yields (default: 30 with a core a rank, else 0)",
     "A2A_STAGING_KB": "KiB of staging between each pair of CPU ranks (default: 1024, less with many ranks)",
+    "A2A_SOFTWARE_SWITCH": "1: in-switch reductions that A2A_ALGORITHM names (op=multimem) loop over memory; for tests",
     "A2A_CACHE_DIR": "folder for measured costs and compiled kernels (default: ~/.cache/a2a)",
 }
 
@@ -83,7 +85,14 @@ def config(env: Mapping[str, str] | None = None) -> Config:
         spin_us=number("A2A_SPIN_US", 0),
         staging_kb=None if staging_kb is None else int(staging_kb),
         cache_dir=env.get("A2A_CACHE_DIR") or None,
+        software_switch=env.get("A2A_SOFTWARE_SWITCH") == "1",
     )
+
+
+def python_path(*first: str, env: Mapping[str, str] | None = None) -> str:
+    """A PYTHONPATH for another process: these folders, then this process's own."""
+    env = os.environ if env is None else env
+    return os.pathsep.join([*first, *filter(None, [env.get("PYTHONPATH", "")])])
 
 
 def launch(env: Mapping[str, str] | None = None) -> Launch:
@@ -103,6 +112,11 @@ def launch(env: Mapping[str, str] | None = None) -> Launch:
                 master_port=int(port) if port else None,
             )
     return Launch()
+
+
+def use_network_interface(name: str) -> None:
+    """Have gloo and NCCL connect over this interface in this process; for ranks that are started on a made-up host."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
 def multicast_variables(env: Mapping[str, str] | None = None) -> list[tuple[str, str, bool]]:

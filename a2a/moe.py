@@ -26,7 +26,8 @@ How rows lie. Two ranks, four experts, top-2, alignment 4. Rank 0 holds experts 
 
 A token's rows are summed on the rank that holds them before they go home: b above crosses back once, not twice. On its
 way there it crosses once with the `staged` algorithm; `direct` stores each row where it belongs, which on one host is
-one copy less.
+one copy less. A group of several domains takes `hierarchical`: between domains a token crosses once for each domain that has
+experts of it, and so does its sum on the way back.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Routing(NamedTuple):
         overflow: int32 [1], rows that were dropped here for `max_rows`.
         topk_ids_TK: int32 [T, K], what this rank asked for.
         row_index_R: int32 [R] with layout="compact": which distinct token each row is, 0 on padding. Else empty.
-        plan: int32, what combine needs beside; its content is the algorithm's own. Empty on a CPU.
+        plan: int32, what combine needs beside; its content is the algorithm's own. Empty on a CPU in one domain.
     """
 
     offsets_E: torch.Tensor
@@ -99,6 +100,9 @@ class ExpertParallel:
         ValueError, TypeError: an argument is impossible.
         MismatchError: the ranks' arguments differ. On all of them.
         UnsupportedError: no transport or algorithm serves this group; lists the reasons.
+    Several domains: rows, their order and their bits are those of one domain; sums are rounded once more (see
+        `combine`). With `max_rows`, what crosses between domains has the size of `max_tokens`, whatever the routing. A
+        RowOverflowError reaches the ranks of other domains with their next call.
     Cost: buffers for the counts and a pool of symmetric address space, whose pages come as they are used.
     Source: the exchange that DeepEP, HybridEP and FlashInfer do on GPUs; the order of sums is documented in `combine`.
     """
@@ -126,7 +130,7 @@ class ExpertParallel:
     ) -> None:
         if comm is None:
             comm = group if isinstance(group, Communicator) else _communicator_of(group, device)
-        comm.require_transport("ExpertParallel")
+        comm.check_open("ExpertParallel")
         if device is not None and torch.device(device).type != comm.device_type:
             raise ValueError(
                 f"ExpertParallel: device={device}, but this group's ranks share memory of {comm.device_type}"
@@ -216,7 +220,9 @@ class ExpertParallel:
         Order: the rank that holds a token's experts sums the token's rows in expert order, then k, in float32: each product
             rounded, then added, starting from the first; and rounds once to the dtype (not at all with
             wire_combine="float32"). The owner adds the ranks' sums in rank order in float32, starting from the first,
-            and rounds once. So the bits are the same in every run and on every machine.
+            and rounds once. So the bits are the same in every run and on every machine. In a group of several domains
+            each domain sums its ranks' sums so (rounded once to the dtype, or not at all), and the owner the domains'
+            in the order of their lowest ranks.
         Raises: as `dispatch`; MismatchError if the routing belongs to another dispatch.
         """
         if torch.is_autocast_enabled(self.comm.device_type) and out_rows.dtype != self.spec.dtype:

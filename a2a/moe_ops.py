@@ -127,6 +127,7 @@ def _fake_dispatch(
     from a2a.algorithms.moe_base import SCALE_DTYPE
 
     spec, comm = _instance(number).spec, _instance(number).comm
+    plan_size: Any = _instance(number)._exchange.plan_size
     context = torch.library.get_ctx()
     capacity: Any = spec.max_rows if spec.max_rows is not None else context.new_dynamic_size()
     height: Any = capacity
@@ -149,7 +150,7 @@ def _fake_dispatch(
         topk_ids.new_empty(capacity if spec.layout == "compact" else 0, dtype=torch.int32),
         topk_ids.new_empty(1, dtype=torch.int32),
         topk_ids.new_empty(topk_ids.shape, dtype=torch.int32),
-        topk_ids.new_empty(_instance(number)._exchange.plan_size, dtype=torch.int32),
+        topk_ids.new_empty(context.new_dynamic_size() if plan_size is None else plan_size, dtype=torch.int32),
     ]
 
 

@@ -46,7 +46,7 @@ def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, asyn
         op: SUM, AVG, MAX or MIN of float16, bfloat16, float32, float64, uint8 or int8 to int64, in rank order from the first
             term. float16 and bfloat16 are summed in float32 and rounded once; integers wrap around. AVG is the sum, then one
             true division, and takes no integers. A NaN of any rank is the result of MAX and MIN. Other ops and dtypes go to
-            the group's own engine.
+            the group's own engine. Of several domains: each domain's sum, rounded to the dtype, then the sum of those.
         group: a ProcessGroup, a Communicator, or None for the default group.
         async_op: return at once, before any peer has come.
     Returns: Work if `async_op`, else None.
@@ -55,7 +55,8 @@ def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, asyn
         MismatchError: ranks disagree on op, dtype or number of elements.
         PeerTimeoutError: a peer died, or did not come within the communicator's deadline. Names it.
     Cost: `a2a plan all_reduce --bytes N` prints it.
-    Like: torch.distributed.all_reduce. Differs: bitwise equal on all ranks, runs and algorithms; AVG also on CPUs.
+    Like: torch.distributed.all_reduce. Differs: bitwise equal on all ranks, runs and, for one topology, algorithms; AVG also
+        on CPUs.
     """
     if _is_compiling():
         return _traced("all_reduce", tensor, op, group, async_op)
@@ -167,7 +168,7 @@ def _reduction(
         _check_sizes(op, kind, comm, out, inp)
         reduces = "" if kind == "all_gather" else _reduce_name(op, reduce_op, inp)
     except (ValueError, TypeError) as error:
-        _refuse(comm, kind, op, error, async_op)
+        _refuse(comm, kind, op, error, async_op, input)
         raise
     dtype, count = str(inp.dtype).removeprefix("torch."), min(inp.numel(), out.numel())
     detail = (("reduce_op", reduces),) if reduces else ()
@@ -225,9 +226,10 @@ def reduce_op_of(given: Any) -> Any:
     return next((known for known in _NAMES if given == known), given)
 
 
-def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: bool) -> None:
+def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: bool, input: Any) -> None:
     """Tell the peers, whichever algorithm they use: its first signal is the same."""
-    algorithm = _algorithm(comm, Request(kind, torch.float32, 0, (("reduce_op", "sum"),)))
+    num_bytes = input.nbytes if isinstance(input, torch.Tensor) and comm.transport is None else 0
+    algorithm = _algorithm(comm, Request(kind, torch.float32, num_bytes, (("reduce_op", "sum"),)))
     request = algorithm.register(comm, f"{op}|?", f"{op} (refused)")
     algorithm.refuse(comm, request, op, f"{type(error).__name__}: {error}", async_op)
 

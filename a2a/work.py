@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -195,11 +197,89 @@ class StreamWork(DoneWork):
         return self._future
 
 
-class Aside:
-    """Where calls of another engine run beside their caller: on a GPU, on a stream of their own; on a CPU they block."""
+class Lane:
+    """Calls of one communicator, one after the other: first in, first out.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    A synchronous call runs where it is made if nothing is under way; others run on a thread, which the first of them starts.
+    """
+
+    def __init__(self, comm: Communicator, name: str) -> None:
+        self._comm, self._name = weakref.ref(comm), name
+        self._waiting: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # held by the call that runs
+        self._last: LaneWork | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Make the call after all that came before it, and return when it is done."""
+        if self._last is not None and not self._last.is_completed():
+            self.submit(call, []).wait()
+            return
+        with self._turn:
+            call()
+
+    def submit(self, call: Callable[[], None], outputs: list[torch.Tensor], op: str = "") -> LaneWork:
+        """Make the call after all that came before it, and return at once."""
+        comm = self._comm()
+        assert comm is not None
+        work = self._last = LaneWork(comm, op, call, outputs)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_run_lane, args=(self._waiting, self._turn), name=self._name, daemon=True
+            )
+            self._thread.start()
+        comm.keep(work)
+        self._waiting.put(work)
+        return work
+
+    def close(self) -> None:
+        """Let calls that wait run, and fail, and end the thread. What they would wait for has been closed before."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+            self._thread = None
+
+
+def _run_lane(waiting: queue.SimpleQueue[LaneWork | None], turn: threading.Lock) -> None:
+    while (work := waiting.get()) is not None:
+        with turn:
+            work.run()
+        del work
+
+
+class LaneWork(Work):
+    """Work on a lane."""
+
+    def __init__(self, comm: Communicator, op: str, call: Callable[[], None], outputs: list[torch.Tensor]) -> None:
+        super().__init__(comm, 0, op, outputs, None, None)
+        self._call: Callable[[], None] | None = call
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        assert self._call is not None
+        try:
+            self._call()
+        except Exception as error:
+            self._error = error
+        self._call = None  # and what it holds
+        self._done.set()
+
+    def _settle(self, seconds: float) -> bool:
+        if not (self._done.wait(seconds) if seconds else self._done.is_set()):
+            return False
+        self._comm.forget(self)
+        return True
+
+
+class Aside:
+    """Where calls of another engine run beside their caller: on a GPU, on a stream; on a CPU, on `lane` if there is one.
+
+    Without a lane they block on a CPU.
+    """
+
+    def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
+        self._device, self._lane = device, lane
         self._stream = _side_stream(device) if device.type == "cuda" else None
 
     def run(self, call: Callable[[], None], outputs: list[torch.Tensor], used: Iterable[torch.Tensor]) -> Work:
@@ -208,6 +288,8 @@ class Aside:
         `used`: tensors whose memory it needs, dropped by the caller or not.
         """
         if self._stream is None:
+            if self._lane is not None:
+                return self._lane.submit(call, outputs)
             call()
             return DoneWork(outputs)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

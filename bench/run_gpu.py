@@ -2,11 +2,11 @@
 
     python bench/run_gpu.py [--out bench/results/h200x2.jsonl] [--only NAME,NAME] [--short]
 
-Runs `a2a bench` with each of COMMANDS, one after the other, on two H200 that should do nothing else: at most 8 minutes in
-all, less than 5 as a rule. A command that takes longer than its limit is ended, and its lines so far are kept. With
-`--only`, commands whose names contain one of the words are run, and replace their own lines in the file. Then the results
-are held against FLOORS, what a2a promises on two H200. The exit code is 1 if a result was wrong or a command failed, and 2
-if a floor was missed.
+Runs `a2a bench` with each of COMMANDS, one after the other, on two H200 that should do nothing else: at most 8 minutes with
+`--only exchange,moe`, and as long with `--only copy,reduce`; half of it as a rule. A command that outlasts its limit
+is ended, and its lines so far are kept. With `--only`, commands whose names contain one of the words are run, and replace
+their own lines in the file. Then the results are held against FLOORS, what a2a promises on two H200. The exit code is 1 if a
+result was wrong or a command failed, and 2 if a floor was missed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from a2a.measure import Line
 _SIZES = "4K,64K,1M,16M,64M,512M"
 _HERE = "--device cuda --ranks 2 --dtype bf16 --link-GBps 388"  # both copy engines at once, each way
 _EXCHANGE = f"all_to_all {_HERE} --bytes {_SIZES} --memory symmetric,ordinary"
+_REDUCED = f"{_HERE} --bytes {_SIZES} --memory symmetric,ordinary"
 _MOE = f"moe {_HERE} --hidden 7168 --experts 256 --top-k 8"
 # name: (limit in seconds, words)
 COMMANDS: Mapping[str, tuple[int, str]] = {
@@ -34,6 +35,15 @@ COMMANDS: Mapping[str, tuple[int, str]] = {
         35,
         f"all_to_all {_HERE} --bytes 1M,64M --graph --beside gemm",
     ),
+    "copy-graph": (35, f"all_to_all {_HERE} --bytes 64M,512M --graph --algorithm copy"),
+    "copy-beside": (35, f"all_to_all {_HERE} --bytes 64M --graph --algorithm copy --beside gemm"),
+    "reduce-all-graph": (75, f"all_reduce {_REDUCED} --graph"),
+    "reduce-scatter-graph": (75, f"reduce_scatter {_REDUCED} --graph"),
+    "reduce-gather-graph": (75, f"all_gather {_REDUCED} --graph"),
+    "reduce-all-eager": (50, f"all_reduce {_REDUCED}"),
+    "reduce-scatter-eager": (50, f"reduce_scatter {_REDUCED}"),
+    "reduce-gather-eager": (50, f"all_gather {_REDUCED}"),
+    "reduce-norm-graph": (35, f"all_reduce_rms_norm {_HERE} --bytes 64K,1M --graph"),
     "moe-graph": (40, f"{_MOE} --tokens 128,4096,8192 --graph"),
     "moe-eager": (50, f"{_MOE} --tokens 128,4096,8192"),
     "moe-compact-graph": (40, f"{_MOE} --tokens 128,4096,8192 --graph --layout compact"),
@@ -118,8 +128,24 @@ def _phases(most_us: tuple[float, float, float, float], part: str, **case: objec
     ]
 
 
-_SYMMETRIC, _ORDINARY = _exchange("symmetric", True), _exchange("ordinary", True)
+def _reductions(op: str, most_us: tuple[float, float, float, float], large: Floor) -> list[Floor]:
+    """Floors of symmetric tensors of 4 KiB, 64 KiB, 1 MiB and 16 MiB in a graph, and at 512 MiB; of eager calls and ordinary
+    tensors.
+    """
+    sizes = (4 * _KI, 64 * _KI, _MI, 16 * _MI)
+    graph = {"memory": "symmetric", "graph": True}
+    return [
+        *(Floor(op, graph, (size,), most_us=us) for size, us in zip(sizes, most_us, strict=True)),
+        large,
+        Floor(op, {"memory": "symmetric", "graph": False}, sizes[:3], ratio=2),
+        Floor(op, {}, ratio=1 / 1.03),
+        Floor(op, {"graph": True}, spread=1.15),
+    ]
+
+
 _KI, _MI = 1 << 10, 1 << 20
+_SYMMETRIC, _ORDINARY = _exchange("symmetric", True), _exchange("ordinary", True)
+_LARGE = {"memory": "symmetric", "graph": True}
 FLOORS: Sequence[Floor] = (
     Floor("all_to_all", _SYMMETRIC, (4 * _KI,), most_us=2.8),
     Floor("all_to_all", _SYMMETRIC, (64 * _KI,), most_us=3.6),
@@ -132,6 +158,11 @@ FLOORS: Sequence[Floor] = (
     Floor("all_to_all", _ORDINARY, (512 * _MI,), ratio=1.25),
     Floor("all_to_all", {"through": "a2a"}, ratio=1 / 1.03),
     Floor("all_to_all", {"through": "a2a", "graph": True}, spread=1.15),
+    *_reductions("all_reduce", (2.7, 3.5, 6.5, 52), Floor("all_reduce", _LARGE, (512 * _MI,), least_GBps=350)),
+    *_reductions("reduce_scatter", (2.7, 3.5, 5.8, 29), Floor("reduce_scatter", _LARGE, (512 * _MI,), ratio=1.4)),
+    *_reductions("all_gather", (2.7, 3.5, 5.8, 28), Floor("all_gather", _LARGE, (512 * _MI,), ratio=1.4)),
+    Floor("all_reduce_rms_norm", {"graph": True}, (64 * _KI,), most_us=5),
+    Floor("all_reduce_rms_norm", {"graph": True}, (_MI,), most_us=9),
     *_phases((16, 240, 265, 460), "dispatch"),
     *_phases((16, 240, 265, 460), "combine"),
     *_phases((13, 195, 215, 380), "dispatch", layout="compact"),

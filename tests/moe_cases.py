@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import a2a
 import moe_reference as reference
+from a2a.topology import Domain, Link, Topology
 from moe_reference import Layer, Tokens
 
 Answer = dict[str, Tensor]
@@ -32,7 +34,7 @@ class Case:
 
     `ids` is "distinct" (as top-k gives them), "any" (repeated ones and -1 among them), "one" (all to the last expert)
     or "none" (all -1); `weights` is the dtype of topk_weights, None for a step without. `algorithm` is forced, or None.
-    `device` is where the ranks hold their tensors; answers are compared on the CPU.
+    `device` is where the ranks hold their tensors; answers are compared on the CPU. `domains` are those of the group.
     """
 
     num_experts: int = 7
@@ -48,6 +50,7 @@ class Case:
     scale: float = 1.0
     seed: int = 0
     device: str = "cpu"
+    domains: tuple[tuple[int, ...], ...] | None = None
 
     def inputs(self, rank: int) -> tuple[Tokens, Tensor]:
         """What rank `rank` dispatches, and the gradient that comes back to its y."""
@@ -74,7 +77,7 @@ class Case:
     def layer(self, world_size: int) -> Layer:
         known = {field.name for field in dataclasses.fields(Layer)}
         options = {name: value for name, value in self.options if name in known}
-        return Layer(world_size, self.num_experts, self.dtype, **options)
+        return Layer(world_size, self.num_experts, self.dtype, domains=self.domains, **options)
 
     def expert_parallel(self, **more: Any) -> a2a.ExpertParallel:
         arguments = {
@@ -186,6 +189,30 @@ def run_step(case: Case) -> Answer:
         return run_steps_on_gpus([case])[0]
     with contextlib.closing(case.expert_parallel()) as ep:
         return full_step(Step(case, ep))
+
+
+def topology_of(domains: Sequence[Sequence[int]]) -> Topology:
+    """CPU hosts with these ranks; the links between them are slow."""
+    hosts = tuple(Domain(tuple(ranks), "cpu_host", f"host{n}") for n, ranks in enumerate(domains))
+    return Topology(hosts, Link(1.0, 5.0), Link(50.0, 0.1))
+
+
+def run_steps_in_domains(cases: list[Case]) -> list[Answer]:
+    """On a rank: these steps, one after the other on one communicator of their domains, which are all the same."""
+    answers = []
+    with a2a.communicator(topology=topology_of(cases[0].domains or ()), timeout=20.0) as comm:
+        for case in cases:
+            with contextlib.closing(case.expert_parallel(comm=comm)) as ep:
+                answers.append(full_step(Step(case, ep)))
+        comm.check()
+    return answers
+
+
+def assert_steps_in_domains(world: Any, cases: list[Case]) -> None:
+    """Every tensor of every step has the bits of the reference on every rank."""
+    answers = world.run(run_steps_in_domains, cases=cases)
+    for number, case in enumerate(cases):
+        assert_answers([of_rank[number] for of_rank in answers], expected_step(case, world.size))
 
 
 def run_steps_on_gpus(cases: list[Case]) -> list[Answer]:

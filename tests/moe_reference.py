@@ -33,6 +33,9 @@ class Layer:
     wire: str | None = None
     wire_combine: str | None = None
     expert_to_rank: tuple[int, ...] | None = None
+    domains: tuple[tuple[int, ...], ...] | None = (
+        None  # the ranks of each, in the order of their lowest; None: one domain
+    )
 
 
 class Tokens(NamedTuple):
@@ -249,22 +252,47 @@ def _sum_to_tokens(
     terms: Sequence[Tensor],
 ) -> list[Tensor]:
     """Sum float32 `terms` (one a row, on every rank) into the tokens they belong to, in the order of the contract."""
-    sums: list[dict[int, Tensor]] = [{} for _ in tokens]
+    of_ranks = []
     for keys, terms_RH in zip(token_of_row, terms, strict=True):
         partials: dict[tuple[int, int], Tensor] = {}
         for key, term_H in zip(keys, terms_RH, strict=True):
             if key is not None:
                 partials[key] = partials[key] + term_H if key in partials else term_H
-        for (source, token), partial_H in partials.items():
-            sent_H = partial_H if layer.wire_combine == "float32" else partial_H.to(layer.dtype).float()
-            sums[source][token] = sums[source][token] + sent_H if token in sums[source] else sent_H
-    answers = []
-    for (x_TH, _, _), sums_of_rank in zip(tokens, sums, strict=True):
-        y_TH = torch.zeros(x_TH.shape, dtype=layer.dtype)
-        for token, sum_H in sums_of_rank.items():
-            y_TH[token] = sum_H.to(layer.dtype)
-        answers.append(y_TH)
+        of_ranks.append({key: _sent(layer, partial_H) for key, partial_H in partials.items()})
+    if layer.domains is None:
+        sums = _summed(of_ranks)
+    else:
+        of_domains = [_summed([of_ranks[rank] for rank in ranks]) for ranks in layer.domains]
+        for ranks, of_domain in zip(
+            layer.domains, of_domains, strict=True
+        ):  # one whose rows were dropped there adds zero
+            for key in _tokens_sent_to(layer, tokens, ranks) - of_domain.keys():
+                of_domain[key] = torch.zeros(tokens[0].x_TH.shape[1])
+        sums = _summed([{key: _sent(layer, sum_H) for key, sum_H in each.items()} for each in of_domains])
+    answers = [torch.zeros(x_TH.shape, dtype=layer.dtype) for x_TH, _, _ in tokens]
+    for (source, token), sum_H in sums.items():
+        answers[source][token] = sum_H.to(layer.dtype)
     return answers
+
+
+def _sent(layer: Layer, sum_H: Tensor) -> Tensor:
+    """A partial sum after its way: rounded to the dtype, unless it travels in float32."""
+    return sum_H if layer.wire_combine == "float32" else sum_H.to(layer.dtype).float()
+
+
+def _summed(parts: Sequence[dict[tuple[int, int], Tensor]]) -> dict[tuple[int, int], Tensor]:
+    """The sum of each token's terms, in the order of the parts, from the first."""
+    sums: dict[tuple[int, int], Tensor] = {}
+    for part in parts:
+        for key, term_H in part.items():
+            sums[key] = sums[key] + term_H if key in sums else term_H
+    return sums
+
+
+def _tokens_sent_to(layer: Layer, tokens: Sequence[Tokens], ranks: Sequence[int]) -> set[tuple[int, int]]:
+    owned = {e for rank in ranks for e in experts_of_ranks(layer)[rank]}
+    rows = rows_of_experts(tokens)
+    return {(origin.source, origin.token) for e in owned for origin in rows.get(e, [])}
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------

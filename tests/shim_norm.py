@@ -35,8 +35,10 @@ def mutant(name: str, argument: str, old: str, new: str, *scenarios: str, file: 
 
 
 ARRIVED = "        ptx::store_release_sys(&staging(p).arrived[rank][epoch % 2][blockIdx.x][g], epoch);\n"
-MADE = "      if (p != rank) ptx::store_release_sys(&staging(p).made[rank][epoch % 2][blockIdx.x][g], epoch);\n"
+MADE = "      if (p != rank) ptx::store_release_sys(&staging(p).made[rank][blockIdx.x][g], epoch);\n"
+PEERS = "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n"
 CHECKED = "w[0].w != epoch || w[1].w != epoch || w[2].w != epoch || w[3].w != epoch"
+PUSHED = "      if (p != rank && (!kTwoShot || owner(g) == p))\n" + ARRIVED
 BARRIER = "    __syncthreads();\n"
 PARTS = BARRIER + "    for (std::uint32_t g = t / 32;"
 HEADERS = "    if (blockIdx.x == 0) await_headers(a, wait, epoch);\n"
@@ -51,9 +53,7 @@ def volatile(store: str) -> str:
 ONE_SHOT_MUTANTS = (
     mutant("relaxed_arrived", "VISIBLE", ARRIVED, volatile(ARRIVED), "rows"),
     mutant("no_acquire", "VISIBLE", "    ptx::load_acquire_sys(word);", "    ", "rows"),
-    mutant("arrived_before_copy", "VISIBLE", BARRIER + "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n"
-           "      if (p != rank && (!kTwoShot", "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n"
-           "      if (p != rank && (!kTwoShot", "rows"),
+    mutant("arrived_before_copy", "VISIBLE", BARRIER + PEERS + PUSHED, PEERS + PUSHED, "rows"),
     mutant("only_some_wait", "VISIBLE", "!__syncthreads_or(wait.broken)", "!wait.broken", "rows"),
     mutant("groups_not_awaited", "VISIBLE", "    barrier();\n    const float scale", "    const float scale", "rows"),
     mutant("one_packet_unchecked", "VISIBLE", CHECKED, CHECKED.replace(" || w[2].w != epoch", ""), "flags", file=FLAGS),
@@ -66,9 +66,7 @@ ONE_SHOT_MUTANTS = (
 )  # fmt: skip
 TWO_SHOT_MUTANTS = (
     mutant("relaxed_made", "VISIBLE", MADE, volatile(MADE), "rows"),
-    mutant("made_before_stored", "VISIBLE", BARRIER + "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n" + MADE,
-           "    for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)\n" + MADE, "rows"),
-    mutant("one_of_results", "REUSE", "results[from][epoch % 2]", "results[from][0]", "rows"),
+    mutant("made_before_stored", "VISIBLE", BARRIER + PEERS + MADE, PEERS + MADE, "rows"),
     mutant("results_in_one_place", "REUSE", "g / kPerOwner) * bytes", "0) * bytes", "rows"),
     mutant("waiting_is_blamed", "FAILURE", "wait.again_behind(p, epoch)", "wait.again(p)", "absent"),
     mutant("mismatch_unnoticed", "FAILURE", HEADERS, "", "mismatch"),

@@ -17,7 +17,7 @@ SMALL = (
 
 def kernel(name: str, collective: int, dtype: int, reduce_op: int, two_shot: int = 0) -> Kernel:
     defines = {
-        "FLAG_BYTES": 960, "CHUNK_BYTES": 512, "COLLECTIVE": collective, "DTYPE": dtype, "REDUCE": reduce_op,
+        "FLAG_BYTES": 2304, "CHUNK_BYTES": 512, "COLLECTIVE": collective, "DTYPE": dtype, "REDUCE": reduce_op,
         "TWO_SHOT": two_shot,
     }  # fmt: skip
     return Kernel(name, defines, SMALL, "reduce")
@@ -85,7 +85,7 @@ MUTANTS = (
     # what is overwritten has been read
     mutant(ONE_SHOT, "one_slab_of_inputs", "REUSE", INPUT_SLAB, INPUT_SLAB.replace("epoch % 2", "0"), "flags",
            file=FLAGS),
-    mutant(TWO_SHOT, "one_slab_of_results", "REUSE", RESULT_SLAB, RESULT_SLAB.replace("epoch % 2", "0"), "flags",
+    mutant(GATHER, "one_slab_of_results", "REUSE", RESULT_SLAB, RESULT_SLAB.replace("epoch % 2", "0"), "flags",
            file=FLAGS),
     mutant(SCATTER, "input_ring_overrun", "REUSE", "progress[p][channel], i + 1 - kSlots",
            "progress[p][channel], i - kSlots", "rings"),
@@ -104,6 +104,6 @@ MUTANTS = (
     mutant(ONE_SHOT, "no_look_at_headers", "FAILURE", "wait.await_header(p, epoch, a.digest, true);", "(void)0;",
            "mismatch", file=FLAGS),
     # terms come in the order of ranks
-    mutant(ONE_SHOT, "own_term_first", "ORDER", "load(lines.from[first + j]", "load(lines.from[(rank + first + j) % kTerms]",
+    mutant(SCATTER, "own_term_first", "ORDER", "load(lines.from[first + j]", "load(lines.from[(rank + first + j) % kTerms]",
            "direct"),
 )  # fmt: skip

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from a2a_world import A2AWorld, exchange, received, same, sent, served
 
@@ -26,6 +36,46 @@ def check_functional() -> None:
 
 def test_functional_collectives_and_their_gradient(two: A2AWorld) -> None:
     two.run(check_functional)
+
+
+def check_every_functional() -> None:
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    before = served()
+    mine, ranks = torch.full((size, 3), 1.0 + rank), torch.arange(1.0, size + 1)
+    every = ranks.repeat_interleave(size)[:, None].expand(-1, 3)
+    same(funcol.all_reduce(mine, "sum", world) + 0, torch.full_like(mine, ranks.sum().item()))
+    same(funcol.all_gather_tensor(mine, 0, world) + 0, every)
+    same(funcol.all_gather_tensor(mine, 1, world) + 0, ranks.repeat_interleave(3).expand(size, -1))
+    same(funcol.reduce_scatter_tensor(mine, "avg", 0, world) + 0, torch.full((1, 3), ranks.mean().item()))
+    same(
+        funcol.permute_tensor(mine, [(r + 1) % size for r in range(size)], world) + 0,
+        torch.full_like(mine, ranks[rank - 1]),
+    )
+    assert served() == before + 5
+    same(funcol.broadcast(mine, 1, world) + 0, torch.full_like(mine, 2.0))
+    for got, factor in zip(funcol.all_reduce_coalesced([mine, 2 * mine], "sum", world), (1, 2), strict=True):
+        same(got + 0, torch.full_like(mine, factor * ranks.sum().item()))
+    for got, factor in zip(funcol.all_gather_into_tensor_coalesced([mine, 2 * mine], world), (1, 2), strict=True):
+        same(got + 0, factor * every)
+
+
+def check_functional_gradients() -> None:
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    before = served()
+    leaf = torch.full((size, 2), 1.0 + rank, requires_grad=True)
+    (funcol.all_gather_tensor_autograd(leaf, 0, world) * (1.0 + rank)).sum().backward()
+    same(leaf.grad, torch.full_like(leaf, sum(range(1, size + 1))))  # every rank multiplied what it got by 1 + its own
+    leaf.grad = None
+    (funcol.reduce_scatter_tensor_autograd(leaf, "sum", 0, world) * (1.0 + rank)).sum().backward()
+    same(leaf.grad, torch.arange(1.0, size + 1)[:, None].expand(-1, 2))
+    assert served() == before + 4
+
+
+@pytest.mark.parametrize(
+    "check", [check_every_functional, check_functional_gradients], ids=lambda check: check.__name__
+)
+def test_the_other_functional_collectives(two: A2AWorld, check: Callable[[], None]) -> None:
+    two.run(check)
 
 
 def functional_step(x: torch.Tensor) -> torch.Tensor:
@@ -111,6 +161,54 @@ def check_dtensor() -> None:
 
 def test_dtensor_redistributes(two: A2AWorld) -> None:
     two.run(check_dtensor)
+
+
+class Block(torch.nn.Module):
+    """What tensor parallelism cuts: embedding, norm, two linear layers, and a head whose loss is cut as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = torch.nn.Embedding(8, 16), torch.nn.LayerNorm(16)
+        self.up, self.down, self.head = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+# The sequence is cut between the layers: all-gathers before the linear layers, reduce-scatters behind them.
+PLAN = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+}
+
+
+def check_tensor_parallel(compiled: bool) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    ids, targets = torch.arange(12).view(3, 4) % 8, torch.arange(1, 13).view(3, 4) % 8
+    reference = Block()
+    expected = torch.nn.functional.cross_entropy(reference(ids).flatten(0, 1), targets.flatten())
+    expected.backward()
+    module = parallelize_module(Block(), mesh, PLAN)
+    forward = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    before = served()
+    with loss_parallel():
+        loss = torch.nn.functional.cross_entropy(forward(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+    assert served() >= before + 8  # what is gathered and reduced, forward and backward
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    for (name, part), whole in zip(module.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(part, DTensor), name
+        torch.testing.assert_close(part.grad.full_tensor(), whole.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_tensor_parallel_plan(two: A2AWorld, compiled: bool) -> None:
+    two.run(check_tensor_parallel, compiled=compiled)
 
 
 def check_mesh() -> None:

@@ -184,27 +184,41 @@ def test_plan_names_the_algorithm_and_why_not_the_others(here: Here) -> None:
     assert "not c10d: " in told.stderr
 
 
-@pytest.mark.parametrize(("topology", "ranks"), [("cpu:2x2", 4), ("gb200:nvl72x2", 144)])
-def test_plan_says_what_no_algorithm_supports_and_the_way_out(here: Here, topology: str, ranks: int) -> None:
-    told = here("plan", "moe", "--experts", "288", "--topology", topology, "--json", "-")
+def test_plan_says_what_no_algorithm_supports_and_the_way_out(here: Here) -> None:
+    told = here("plan", "moe", "--experts", "288", "--topology", "gb200:nvl72x2", "--json", "-")
     assert told.returncode == 1
     (plan,) = [json.loads(text) for text in told.stdout.splitlines()]
-    assert (plan["algorithm"], plan["ranks"], plan["time_us"]) == (None, ranks, None)
+    assert (plan["algorithm"], plan["ranks"], plan["time_us"]) == (None, 144, None)
     rejected = dict(plan["rejected"])
-    assert rejected.keys() >= {"direct", "staged"}
+    assert rejected.keys() >= {"direct", "staged", "hierarchical"}
+    assert "serves cpu tensors" in rejected.pop("hierarchical")
     assert all("spans 2 domains" in why for why in rejected.values())
     text = " ".join(told.stderr.split())
     assert "no algorithm supports this" in text
     assert "not staged: " in text
-    assert f"of the ranks of one domain ({ranks // 2} here)" in text
+    assert "of the ranks of one domain (72 here)" in text
     assert "Traceback" not in text
 
 
+def test_plan_holds_a_layer_across_domains_against_a_flat_one(here: Here) -> None:
+    """Two domains of two: a token needs the other one unless all of its 8 experts are here, and sends it 4 rows if flat."""
+    arguments = ("--tokens", "1000", "--hidden", "1000", "--experts", "64", "--top-k", "8", "--topology", "cpu:2x2")
+    told = here("plan", "moe", *arguments, "--json", "-")
+    assert told.returncode == 0, told.stderr
+    (plan,) = [json.loads(text) for text in told.stdout.splitlines()]
+    assert plan["algorithm"] == "hierarchical"
+    assert plan["cost"]["scale_out_bytes"] == int(4_000_000 * (1 - 0.5**8))
+    (remark,) = plan["remarks"]
+    assert "would send 16,000,000 bytes across rails instead of 3,984,375 (4.0 times)" in remark
+    assert "16,000,000 bytes across rails" in " ".join(told.stderr.split())
+
+
 def test_ranks_that_no_algorithm_supports_are_told_without_a_traceback() -> None:
-    told = run(*A2A, "plan", "moe", "--ranks", "2", environment={"A2A_TOPOLOGY": "cpu:2x1"})
+    told = run(*A2A, "plan", "moe", "--ranks", "2", environment={"A2A_TOPOLOGY": "h200:2x1"})
     assert told.returncode == 1
     assert "no algorithm supports this" in told.stdout
     assert "spans 2 domains" in told.stdout
+    assert "is of kind nvlink" in " ".join(told.stdout.split())
     assert "Traceback" not in told.stdout + told.stderr
 
 

@@ -35,7 +35,15 @@ REDUCTIONS = [
     REDUCTION | {"DTYPE": 1, "REDUCE": 0},
     REDUCTION | {"DTYPE": 3, "REDUCE": 1, "COLLECTIVE": 1, "WORLD": 3},
     REDUCTION | {"DTYPE": 5, "REDUCE": 2, "TWO_SHOT": 1, "WORLD": 8},
-    REDUCTION | {"DTYPE": 4, "REDUCE": 4, "COLLECTIVE": 2, "WORLD": 72, "FLAG_BYTES": 96 << 10, "CHUNK_BYTES": 3 << 10},
+    REDUCTION | {"DTYPE": 4, "REDUCE": 4, "COLLECTIVE": 2, "WORLD": 16},
+]
+MULTIMEM = REDUCTION | {"SLOT_BYTES": 64 << 10, "A2A_SOFTWARE_SWITCH": 0}
+# The instructions of the switch: every one that there is, and none; then its loops.
+MULTIMEMS = [
+    *(MULTIMEM | {"DTYPE": dtype, "REDUCE": 0, "COLLECTIVE": dtype % 2} for dtype in (0, 1, 2)),
+    *(MULTIMEM | {"DTYPE": dtype, "REDUCE": reduce_op} for dtype in (7, 8) for reduce_op in (0, 2, 3)),
+    MULTIMEM | {"DTYPE": 4, "REDUCE": 4, "COLLECTIVE": 2, "WORLD": 72},
+    MULTIMEM | {"DTYPE": 1, "REDUCE": 0, "A2A_SOFTWARE_SWITCH": 1},
 ]
 NORM = {"WORLD": 2, "PACKET_BYTES": 192 << 10, "ROW_BYTES": 1 << 20, "TWO_SHOT": 0}
 NORMS = [
@@ -49,6 +57,7 @@ DEFINES = {
     **{f"moe_push_{part}": MOES for part in ("send", "expand", "dots", "sum")},
     **{f"reduce_{part}": REDUCTIONS for part in ("flags", "shares")},
     **{f"norm_{part}": NORMS for part in ("flags", "rows")},
+    "reduce_multimem": MULTIMEMS,
     "all_to_all_push": [
         {"WORLD": world, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "TEAMS": 2} for world in (1, 2, 8, 72)
     ],

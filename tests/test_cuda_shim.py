@@ -22,6 +22,7 @@ import pytest
 
 import shim_all_to_all_push
 import shim_moe_push
+import shim_norm
 import shim_reduce
 from shim_build import SHIM, SOURCES, Kernel, Mutant, ShimBuild, run, shim
 
@@ -54,7 +55,7 @@ def test_every_function_of_ptx_has_a_twin() -> None:
 
 
 def test_every_kernel_has_scenarios() -> None:
-    elsewhere = {*shim_moe_push.SOURCES, *shim_reduce.SOURCES}
+    elsewhere = {*shim_moe_push.SOURCES, *shim_reduce.SOURCES, *shim_norm.SOURCES, "reduce_multimem"}
     assert {p.stem for p in (SOURCES / "cuda").glob("*.cu")} == {kernel.name for kernel, _ in KERNELS} | elsewhere
 
 

@@ -1,4 +1,4 @@
-"""The kernels of all_reduce_rms_norm on a CPU, as test_cuda_shim.py's: watched for data races, and their mutants.
+"""The kernels of all_reduce_rms_norm, and those through the software switch, on a CPU: see test_cuda_shim.py.
 
 `python tests/test_cuda_shim_fused.py 1000` runs a thousand seeds of every scenario with 1 to 8 ranks.
 """
@@ -13,13 +13,19 @@ from pathlib import Path
 
 import pytest
 
+import shim_multimem
 import shim_norm
 from shim_build import Kernel, Mutant, ShimBuild, run, shim
 from test_cuda_shim import MUTANT_RANKS, NOTICED
 
 __all__ = ["shim"]  # a fixture
 
-KERNELS = ((shim_norm.ONE_SHOT, shim_norm.ONE_SHOT_MUTANTS), (shim_norm.TWO_SHOT, shim_norm.TWO_SHOT_MUTANTS))
+KERNELS = (*shim_norm.KERNELS, *shim_multimem.KERNELS)
+MUTANTS = (
+    *((shim_norm.ONE_SHOT, mutant) for mutant in shim_norm.ONE_SHOT_MUTANTS),
+    *((shim_norm.TWO_SHOT, mutant) for mutant in shim_norm.TWO_SHOT_MUTANTS),
+    *shim_multimem.MUTANTS,
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,16 +37,13 @@ def fused_compiled_meanwhile(request: pytest.FixtureRequest, shim: ShimBuild) ->
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(1, 4), (2, 6), (3, 4)])
-@pytest.mark.parametrize("kernel", [kernel for kernel, _ in KERNELS], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_no_access_races_and_every_byte_is_right(shim: ShimBuild, kernel: Kernel, ranks: int, seeds: int) -> None:
     done = run(shim.executable(kernel, ranks), ("all",), seeds)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    ("kernel", "mutant"),
-    [pytest.param(kernel, m, id=f"{kernel.name}-{m.name}") for kernel, mutants in KERNELS for m in mutants],
-)
+@pytest.mark.parametrize(("kernel", "mutant"), MUTANTS, ids=[f"{kernel.name}-{m.name}" for kernel, m in MUTANTS])
 def test_a_mutant_is_caught(shim: ShimBuild, kernel: Kernel, mutant: Mutant) -> None:
     executable = shim.executable(kernel, MUTANT_RANKS, mutant.replacement)
     for scenario in mutant.scenarios:
@@ -54,7 +57,7 @@ def main(seeds: int) -> int:
     """Every kernel with 1 to 8 ranks; one run a core at a time."""
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         build = ShimBuild(Path(name))
-        kernels = (*(kernel for kernel, _ in KERNELS), *shim_norm.MORE_KERNELS)
+        kernels = (*KERNELS, *shim_norm.MORE_KERNELS, *shim_multimem.MORE_KERNELS)
         jobs = [(kernel, ranks) for kernel in kernels for ranks in range(1, 9)]
         results = pool.map(lambda job: run(build.executable(*job), ("all",), seeds, timeout_s=None), jobs)
         failed = 0

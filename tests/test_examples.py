@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -16,11 +18,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 LOSS = re.compile(r"^ *(.+?)  step +(\d+)  loss ([\d.]+)$", re.MULTILINE)
 
 
-def run_example(name: str, *arguments: str) -> str:
+def run_example(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
     """What the example prints; its processes find the a2a that these tests use."""
     path = os.pathsep.join([str(Path(a2a.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -44,3 +46,21 @@ def test_the_language_model_learns_the_same_on_four_ranks_and_on_one() -> None:
     for name in ("a2a", "gloo"):
         assert f"{name}: losses differ from those of one process by at most" in output
         assert re.search(rf"^ *{name} +\d+ +[\d.]+% +[\d.]+%$", output, re.MULTILINE), "its row in the table"
+
+
+def why_no_megatron() -> str | None:
+    """Why the example for Megatron can't run; None: it can."""
+    if importlib.util.find_spec("megatron") is None:
+        return "megatron-core is not installed: pip install '.[trainers]'"
+    if importlib.metadata.version("megatron-core") > "0.17" and importlib.util.find_spec("triton") is None:
+        return "this megatron-core imports triton, which is not installed"
+    return None
+
+
+@pytest.mark.skipif(why_no_megatron() is not None, reason=str(why_no_megatron()))
+@pytest.mark.skipif("RANK" in os.environ, reason="starts ranks of its own; torchrun has started some already")
+def test_the_megatron_model_learns() -> None:
+    output = run_example("megatron_moe.py", launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"))
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)$", output, re.MULTILINE)]
+    assert len(losses) == 10
+    assert losses[-1] < 0.6 * losses[0]

@@ -23,7 +23,7 @@ LAYERS = (
     ("topology",),
     ("kernels",),
     ("transport",),
-    ("cost_cache", "comm", "work"),
+    ("cost_cache", "comm", "work", "domains"),
     ("algorithms",),
     ("plan",),
     ("ops", "reductions", "rms_norm", "moe_ops", "moe", "gradients"),

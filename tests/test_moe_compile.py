@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import a2a
-from moe_cases import assert_same_bits
+from moe_cases import assert_same_bits, topology_of
 
 NUM_EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 2, 16, 6
 COMPILE_S = 120.0  # the most that compiling may take on a busy machine
@@ -68,12 +68,12 @@ def forward_and_backward(layer: Any, module: MoE, ids_TK: Tensor) -> list[Tensor
 
 
 @contextlib.contextmanager
-def expert_parallel(**options: Any) -> Any:
+def expert_parallel(domains: Any = None, **options: Any) -> Any:
     """An instance whose peers may take long to compile, and an inductor that compiles here, in little."""
     torch._dynamo.reset()
     with (
         torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}),
-        a2a.communicator(timeout=COMPILE_S) as comm,
+        a2a.communicator(timeout=COMPILE_S, topology=domains and topology_of(domains)) as comm,
     ):
         yield a2a.ExpertParallel(
             num_experts=NUM_EXPERTS,
@@ -111,6 +111,11 @@ def test_one_full_graph_serves_any_number_of_rows(world: Any, first: str) -> Non
 @pytest.mark.parametrize("options", [{"layout": "compact"}, {"max_rows": 40}, {"wire": "fp8"}], ids=str)
 def test_every_kind_of_rows_compiles(world: Any, options: dict[str, Any]) -> None:
     world.run(compiled_equals_eager, backend="aot_eager", routings=["many", "one"], **options, deadline_s=2 * COMPILE_S)
+
+
+def test_a_layer_across_domains_compiles(world: Any) -> None:
+    options = {"backend": "aot_eager", "routings": ["many", "none", "one"], "domains": [[0], [1]]}
+    world.run(compiled_equals_eager, **options, deadline_s=2 * COMPILE_S)
 
 
 def compiled_and_checkpointed() -> None:

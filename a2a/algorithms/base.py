@@ -75,6 +75,7 @@ class Cost:
         scale_out_bytes: sent across rails.
         copied_bytes: written to memory in all, staging included.
         sms: that wait or copy, on a GPU.
+        rail_steps: messages between domains that follow one another.
         parts: the primitives that it is made of, one after the other. Without any, the links' latency and bandwidth decide.
     """
 
@@ -83,6 +84,7 @@ class Cost:
     scale_out_bytes: int = 0
     copied_bytes: int = 0
     sms: int = 0
+    rail_steps: int = 1
     parts: tuple[Part, ...] = ()
 
     def time_us(self, comm: Communicator) -> float:
@@ -92,9 +94,9 @@ class Cost:
             time = sum(part.time_us(comm.costs) for part in self.parts)
         else:
             time = self.steps * up.latency_us + self.copied_bytes / (up.bandwidth_GBps * 1e3)
-        return time + (
-            out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3) if self.scale_out_bytes else 0
-        )
+        if not self.scale_out_bytes:
+            return time
+        return time + self.rail_steps * out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3)
 
     @property
     def primitives(self) -> frozenset[str]:
@@ -118,6 +120,10 @@ class Algorithm(ABC):
     @abstractmethod
     def cost(self, request: Request, comm: Communicator) -> Cost:
         """Modelled cost of a request that it supports."""
+
+    def remarks(self, request: Request, comm: Communicator) -> tuple[str, ...]:
+        """What else `a2a plan` says of it where it is chosen."""
+        return ()
 
     def no_memory(self, comm: Communicator) -> str | None:
         """Why its kernels can't run on `comm`, or None."""

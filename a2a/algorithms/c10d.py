@@ -21,6 +21,8 @@ from a2a.work import Aside, Work
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
+_AT_ONCE = 8  # messages to other domains that follow each other as if they were one: assumed, not measured
+
 originals = {
     name: getattr(dist, name)
     for name in (
@@ -47,12 +49,17 @@ class Baseline(Algorithm):
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
         return "this communicator was made without a process group" if comm.group is None else None
 
-    def engine_cost(self, request: Request, comm: Communicator, remote: int) -> Cost:
-        """What the engine takes: as measured in one domain, and by the link between domains across them."""
+    def engine_cost(self, request: Request, comm: Communicator, remote: int, crossing: int, rail_steps: int) -> Cost:
+        """What the engine takes: as measured in one domain, and by the link between domains across them.
+
+        Args:
+            remote: bytes that go to other ranks.
+            crossing, rail_steps: bytes that go to other domains, and the messages there that follow one another.
+        """
         # Sockets or rings of the engine: at least one more copy at each end than a direct store.
         copied = request.num_bytes + 3 * remote
         if not comm.topology.is_single_domain:
-            return Cost(steps=8, scale_out_bytes=remote, copied_bytes=copied)
+            return Cost(steps=8, scale_out_bytes=crossing, copied_bytes=copied, rail_steps=rail_steps)
         return Cost(steps=8, copied_bytes=copied, parts=(Part(f"c10d_{self.op}", max(1, request.num_bytes)),))
 
     def count(self, comm: Communicator, op: str) -> None:
@@ -74,7 +81,9 @@ class AllToAllC10d(Baseline, AllToAll):
     name: ClassVar[str] = "c10d"
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
-        return self.engine_cost(request, comm, request.num_bytes * (comm.world_size - 1) // comm.world_size)
+        size, n = request.num_bytes, comm.world_size
+        far = n - min(len(domain.ranks) for domain in comm.topology.domains)  # ranks of other domains
+        return self.engine_cost(request, comm, size * (n - 1) // n, size * far // n, -(-far // _AT_ONCE))
 
     def register(self, comm: Communicator, agree: str, row_bytes: int, text: str) -> int:
         return 0

@@ -14,6 +14,7 @@ import torch
 from a2a.algorithms.base import Cost, Request
 from a2a.algorithms.c10d import Baseline, originals
 from a2a.algorithms.reduction_base import Reduction
+from a2a.topology import Topology
 from a2a.work import Work
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class _C10d(Baseline, Reduction):
         size, n = request.num_bytes, comm.world_size
         remote = size * (n - 1) if self.op == "all_gather" else size * (n - 1) // n
         remote *= 2 if self.op == "all_reduce" else 1
-        return self.engine_cost(request, comm, remote)
+        steps = (n - 1) * (2 if self.op == "all_reduce" else 1)  # of a ring in rank order
+        return self.engine_cost(request, comm, remote, int(remote * _crossings(comm.topology)), steps)
 
     def register(self, comm: Communicator, agree: str, text: str) -> int:
         return 0
@@ -62,6 +64,13 @@ class _C10d(Baseline, Reduction):
             finish()
 
         return self.aside(comm, call, result, (output, input, *result))
+
+
+def _crossings(topology: Topology) -> float:
+    """Of the ranks of a domain, the part whose next rank is in another domain; the largest such part."""
+    ranks = range(topology.world_size)
+    crosses = [not topology.same_domain(rank, (rank + 1) % topology.world_size) for rank in ranks]
+    return max(sum(crosses[rank] for rank in domain.ranks) / len(domain.ranks) for domain in topology.domains)
 
 
 def _original(*names: str) -> Callable[..., Any]:

@@ -40,8 +40,8 @@ def cut(comm: Communicator) -> tuple[int, int]:
     """(the most that goes as packets, bytes of a chunk) in a communicator's staging."""
     transport: Any = comm.transport
     share = transport.reduction_bytes(comm.world_size) // comm.world_size
-    flag_bytes = min(FLAG_BYTES, share // 18 // UNIT * UNIT)
-    room = share - 2 * 2 * (flag_bytes // 3 * 4 + 64) - 64 * CHANNELS
+    flag_bytes = min(FLAG_BYTES, share // 17)
+    room = share - 2 * 2 * (flag_bytes // 3 * 4 + 128) - 64 * CHANNELS
     return flag_bytes, min(CHUNK_BYTES, room // (2 * CHANNELS * SLOTS) // 1024 * 1024)
 
 

@@ -144,14 +144,47 @@ class Origins(NamedTuple):
     plan: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Whose tokens the ranks of a domain bring to its dispatches: their own, and those that came to them over rails.
+
+    Attributes:
+        table: for each rank of the domain, the sources of its parts: first itself; -1 where a part has none. All ranks
+            have as many parts, and a source is named once. Rows are ordered by source.
+    """
+
+    table: tuple[tuple[int, ...], ...]
+
+    @property
+    def parts(self) -> int:
+        return len(self.table[0])
+
+    @property
+    def flat(self) -> list[int]:
+        return [source for parts in self.table for source in parts]
+
+    @property
+    def count(self) -> int:
+        """Number of sources."""
+        return sum(source >= 0 for source in self.flat)
+
+
+class Payload(NamedTuple):
+    """Tokens of one source that a rank brings: rows (or e4m3 and scales), and their numbers there (None: 0, 1, ...)."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
+
+
 class MoeExchange:
     """A live exchange of one ExpertParallel: its buffers and its four collectives. Arguments are contiguous and checked.
 
     Attributes:
-        plan_size: int32 that a dispatch leaves in `Dispatched.plan` for the collectives that follow it.
+        plan_size: int32 that a dispatch leaves in `Dispatched.plan` for the collectives that follow it; None: it varies.
     """
 
-    plan_size: int = 0
+    plan_size: int | None = 0
 
     @abstractmethod
     def dispatch(
@@ -214,5 +247,5 @@ def routed_bytes(request: Request, comm: Communicator) -> tuple[int, int]:
 
 __all__ = [
     *("DTYPE_CODE", "OPS", "SCALE_DTYPE", "WIRE_BLOCK", "WIRE_CODE"),
-    *("Dispatched", "Moe", "MoeExchange", "MoeSpec", "Origins", "routed_bytes"),
+    *("Dispatched", "Moe", "MoeExchange", "MoeSpec", "Origins", "Payload", "Sources", "routed_bytes"),
 ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from a2a.algorithms.base import Cost, Part, Request
-from a2a.algorithms.moe_base import MoeExchange, MoeSpec, routed_bytes
+from a2a.algorithms.moe_base import MoeExchange, MoeSpec, Sources, routed_bytes
 from a2a.algorithms.moe_staged import _MOST_POOL_BYTES, _WORST_CASES, MoeStaged, SharedMemoryExchange
 
 if TYPE_CHECKING:
@@ -48,16 +48,16 @@ class MoeDirect(MoeStaged):
         parts = (Part("call_all_to_all"), Part("signal"), Part("push", rows))
         return Cost(steps=2, scale_up_bytes=rows, copied_bytes=rows, parts=parts)
 
-    def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
-        return DirectExchange(comm, spec)
+    def open(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> MoeExchange:
+        return DirectExchange(comm, spec, sources)
 
 
 class DirectExchange(SharedMemoryExchange):
     """SharedMemoryExchange whose peers store dispatched rows into a pool of symmetric memory."""
 
-    def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
-        super().__init__(comm, spec)
-        most = max(spec.most_rows(rank, comm.world_size) * spec.row_bytes for rank in range(comm.world_size))
+    def __init__(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> None:
+        super().__init__(comm, spec, sources)
+        most = max(spec.most_rows(rank, self._sources.count) * spec.row_bytes for rank in range(comm.world_size))
         self._pool: Any = None
         if pool_bytes := min(_WORST_CASES * most, max(most, _MOST_POOL_BYTES)):
             buffer = self._transport.alloc(pool_bytes, self._what + " (pool)", touch=False)

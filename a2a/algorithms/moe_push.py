@@ -151,6 +151,8 @@ def _round(n: int, to: int) -> int:
 class PushExchange(MoeExchange):
     """The GPU kernels of one ExpertParallel."""
 
+    plan_size: int
+
     def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
         self._comm, self._spec, self._lib = comm, spec, cuda.lib()
         self._transport = transport = comm.require_transport("ExpertParallel")

@@ -14,7 +14,9 @@ Wins with a wire format (a token is quantised once, whatever its number of exper
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,6 +31,8 @@ from a2a.algorithms.moe_base import (
     MoeExchange,
     MoeSpec,
     Origins,
+    Payload,
+    Sources,
     routed_bytes,
 )
 from a2a.errors import RowOverflowError
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 _WORST_CASES = 4  # what the pool holds, in dispatches in which everything comes to one rank
 _MOST_POOL_BYTES = 64 << 30  # address space of a rank's pool; its pages come as they are written
 _POOLED_BYTES = 256 << 10  # smaller matrices come from torch, whose allocator keeps them warm
+_WIDE_SUMS = 2  # kWideSums of the kernels
 
 
 class MoeStaged(Moe):
@@ -53,17 +58,28 @@ class MoeStaged(Moe):
         parts = (Part("call_all_to_all"), Part("signal"), Part("gather", distinct), Part("stream", rows))
         return Cost(steps=2, scale_up_bytes=distinct, copied_bytes=rows + request.num_bytes, parts=parts)
 
-    def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
-        return SharedMemoryExchange(comm, spec)
+    def open(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> MoeExchange:
+        return SharedMemoryExchange(comm, spec, sources)
 
 
 class SharedMemoryExchange(MoeExchange):
-    """The CPU kernels of one ExpertParallel; `staged` and `direct` differ only in where dispatched rows lie."""
+    """The CPU kernels of one ExpertParallel; `staged` and `direct` differ only in where dispatched rows lie.
 
-    def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
+    With `sources`, the ranks bring tokens of other domains, too: `bring` says where they lie, arguments are of all that
+    this rank brings, and `Dispatched.plan` holds who brought each row and its place there, [2, R], for the collectives
+    that follow.
+    """
+
+    def __init__(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> None:
         self._lib, self._comm, self._spec = cpu.lib(), comm, spec
         self._transport = comm.require_transport("ExpertParallel")
-        counts = 2 * (-(-(spec.num_experts + comm.world_size) * 4 // 64) * 64)
+        self._sources = sources or Sources(tuple((rank,) for rank in range(comm.world_size)))
+        self._brings = sources is not None
+        self.spare_rows = 0  # of the matrices of sums, past the end
+        # Sums that go on over a rail keep the width in which they travel.
+        self.sum_dtype = torch.float32 if self._brings and spec.wide_sums else spec.dtype
+        parts = self._sources.parts
+        counts = 2 * (-(-parts * (spec.num_experts + comm.world_size + 1) * 4 // 64) * 64)
         self._what = spec.identity()
         self._counts = self._transport.alloc(counts, self._what)
         owners = (ctypes.c_int32 * spec.num_experts)(*spec.expert_to_rank)
@@ -76,12 +92,13 @@ class SharedMemoryExchange(MoeExchange):
             DTYPE_CODE[spec.dtype],
             spec.expert_alignment,
             WIRE_CODE[spec.wire],
-            spec.wide_sums,
+            _WIDE_SUMS if self._brings and spec.wide_sums else spec.wide_sums,
             owners,
             self._counts.address,
         )
+        self._lib.a2a_moe_sources(self._moe, parts, (ctypes.c_int32 * (comm.world_size * parts))(*self._sources.flat))
         self._local = spec.local_experts(comm.rank)
-        most = [spec.most_rows(rank, comm.world_size) * spec.row_bytes for rank in range(comm.world_size)]
+        most = [spec.most_rows(rank, self._sources.count) * spec.row_bytes for rank in range(comm.world_size)]
         self._most_bytes = most[comm.rank]
         matrix_bytes = max(self._most_bytes, spec.max_tokens * spec.row_bytes)
         self._private: Any = self._transport.private_pool(min(_WORST_CASES * matrix_bytes, _MOST_POOL_BYTES))
@@ -105,19 +122,48 @@ class SharedMemoryExchange(MoeExchange):
         """The first `height` rows of that room, as a tensor that owns it."""
         raise NotImplementedError
 
-    def _matrix(self, height: int) -> torch.Tensor:
-        """[height, hidden]. Large ones from the pool: fresh pages cost more than the copy that fills them."""
-        num_bytes = height * self._spec.row_bytes
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """Flat uint8. Large ones from the pool: fresh pages cost more than the copy that fills them."""
         block = self._private.take(num_bytes) if self._private is not None and num_bytes >= _POOLED_BYTES else None
         if block is None:
-            return torch.empty(height, self._spec.hidden, dtype=self._spec.dtype)
-        return self._pooled(self._private, block[0], height)
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        flat: torch.Tensor = self._private.tensor(block[0], num_bytes)
+        return flat
+
+    def matrix(self, height: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[height, hidden]."""
+        dtype, hidden = dtype or self._spec.dtype, self._spec.hidden
+        num_bytes = height * hidden * dtype.itemsize
+        if num_bytes < _POOLED_BYTES:
+            return torch.empty(height, hidden, dtype=dtype)
+        return self.memory(num_bytes).view(dtype).view(height, hidden)
 
     def _pooled(self, pool: Any, pointer: int, height: int) -> torch.Tensor:
         flat: torch.Tensor = pool.tensor(pointer, height * self._spec.row_bytes)
         return flat.view(self._spec.dtype).view(height, self._spec.hidden)
 
+    def bring(self, parts: list[Payload]) -> None:
+        """Where the tokens lie that this rank brings to the next dispatch or combine_backward."""
+        rows = [cpu.MoePart(_pointer(p.rows), _pointer(p.scales), _pointer(p.numbers), p.rows.shape[0]) for p in parts]
+        rows += [cpu.MoePart(1, rows[0].scales, None, 0)] * (self._sources.parts - len(rows))
+        self._parts = (cpu.MoePart * len(rows))(*rows)  # the library reads them
+        self._lib.a2a_moe_bring(self._moe, self._parts)
+
     # ---- collectives
+
+    @contextlib.contextmanager
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """Wait so long for peers: they may wait for ranks of other domains, whose absence they shall tell of first."""
+        usual = self._transport.timeout_s
+        self._limit(seconds)
+        try:
+            yield
+        finally:
+            self._limit(usual)
+
+    def _limit(self, seconds: float) -> None:
+        self._transport.timeout_s = seconds
+        self._lib.a2a_set_timeout(self._comm.handle, seconds)
 
     def dispatch(
         self,
@@ -181,7 +227,7 @@ class SharedMemoryExchange(MoeExchange):
         compact = spec.layout == "compact"
         height = capacity
         if compact:
-            height = distinct if spec.max_rows is None else spec.compact_rows(self._comm.world_size)
+            height = distinct if spec.max_rows is None else spec.compact_rows(self._sources.count)
         wire_rows = spec.rows == "wire"
         scales = torch.empty(0)
         if wire_rows:
@@ -191,12 +237,13 @@ class SharedMemoryExchange(MoeExchange):
         elif reserved is not None:
             rows = self._reserved(reserved[0], height)
         else:
-            rows = self._matrix(height)
+            rows = self.matrix(height)
         ints = [torch.empty(capacity, dtype=torch.int32) for _ in range(3)]
         index = torch.empty(capacity if compact else 0, dtype=torch.int32)
         offsets = torch.empty(self._local, dtype=torch.int32)
         overflow = torch.zeros(1, dtype=torch.int32)
         weights = torch.empty(capacity)
+        brought = torch.empty(2 * capacity if self._brings else 0, dtype=torch.int32)
         where = cpu.MoeRows(
             rows=rows.data_ptr(),
             scales=scales.data_ptr(),
@@ -213,17 +260,18 @@ class SharedMemoryExchange(MoeExchange):
             rows_wire=wire_rows,
             compact=compact,
             direct=reserved is not None,
+            bringer=brought.data_ptr() if self._brings else None,
+            place=brought.data_ptr() + 4 * capacity if self._brings else None,
         )
         rank, token, k = ints
-        nothing = torch.empty(0, dtype=torch.int32)
         return (
-            Dispatched(rows, scales, offsets, offsets, weights, rank, token, k, index, overflow, offsets, nothing),
+            Dispatched(rows, scales, offsets, offsets, weights, rank, token, k, index, overflow, offsets, brought),
             where,
         )
 
     def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
         num_tokens = origins.topk_ids_TK.shape[0]
-        y = self._matrix(num_tokens)
+        y = self.matrix(num_tokens + self.spare_rows, self.sum_dtype)
         result = self._lib.a2a_moe_combine(
             self._moe,
             self._request("combine"),
@@ -247,13 +295,13 @@ class SharedMemoryExchange(MoeExchange):
         self, grad_TH: torch.Tensor, rows_RH: torch.Tensor | None, weights_R: torch.Tensor | None, origins: Origins
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = origins.row_rank_R.shape[0]
-        grad_rows = self._matrix(num_rows)
+        grad_rows = self.matrix(num_rows)
         grad_weights = torch.zeros(num_rows) if rows_RH is None else torch.empty(num_rows)
         result = self._lib.a2a_moe_spread(
             self._moe,
             self._request("combine_backward"),
             grad_TH.data_ptr(),
-            grad_TH.shape[0],
+            origins.topk_ids_TK.shape[0],
             _pointer(rows_RH),
             num_rows,
             _pointer(weights_R),
@@ -271,7 +319,7 @@ class SharedMemoryExchange(MoeExchange):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rank, token, k, index, ids, _ = origins
         num_tokens = ids.shape[0]
-        grad_x = self._matrix(num_tokens)
+        grad_x = self.matrix(num_tokens + self.spare_rows, self.sum_dtype)
         grad_weights = torch.empty(num_tokens, self._spec.top_k)
         result = self._lib.a2a_moe_combine(
             self._moe,

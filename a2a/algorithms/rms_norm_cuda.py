@@ -139,9 +139,9 @@ class _Kernels:
 
 def slabs(staging_bytes: int, world_size: int) -> tuple[int, int]:
     """(PACKET_BYTES, ROW_BYTES) of norm.cuh's staging."""
-    signals = 4 * world_size * _BLOCKS * _BATCHES * 4
+    signals = 3 * world_size * _BLOCKS * _BATCHES * 4
     packets = min(_PACKET_BYTES, (staging_bytes - signals) // (16 * world_size) // 64 * 64)
-    return packets, (staging_bytes - signals - 2 * world_size * packets) // (4 * world_size) // 4096 * 4096
+    return packets, (staging_bytes - signals - 2 * world_size * packets) // (3 * world_size) // 4096 * 4096
 
 
 @dataclass

@@ -29,7 +29,9 @@ Ranks = Annotated[
 ]
 Op = Annotated[
     str,
-    typer.Argument(metavar="OP", help="all_to_all, all_to_allv, all_reduce, reduce_scatter, all_gather or moe."),
+    typer.Argument(
+        metavar="OP", help="all_to_all, all_to_allv, all_reduce, reduce_scatter, all_gather, moe, gradients, ..."
+    ),
 ]
 Sizes = Annotated[str, typer.Option("--bytes", help="Send buffer of each rank, as nccl-tests counts it: 4K,1M,64M.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="Data types: float32,bf16.")]
@@ -82,10 +84,18 @@ def demo(
     top_k: TopK = 4,
     device: Device = None,
     repeat: Repeat = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=2, help="2: an all-reduce of CPU ranks on two made-up hosts instead; needs root.")
+    ] = 1,
 ) -> int:
     """A MoE layer over GPUs or CPU ranks, forward and backward: is it right, and how much faster than NCCL or gloo?"""
     from a2a.cli import demo as command
     from a2a.topology import local_facts
+
+    if hosts == 2:
+        from a2a.cli import demo_hosts
+
+        return demo_hosts.run(demo_hosts.Request(16 << 20, repeat), ranks)
 
     check_top_k(top_k, experts)
     kind = _device(device, ranks)
@@ -236,14 +246,27 @@ def bench(
             "1.25 times what uniform routing brings (with --skew: all that could come).",
         ),
     ] = None,
-    wire: Annotated[str | None, typer.Option(help="moe: fp8 or mxfp8: how rows travel.")] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(help="moe: fp8 or mxfp8: how rows travel. gradients: bf16,fp8: also these between domains."),
+    ] = None,
     rows: Annotated[str, typer.Option(help="moe: dtype, or wire: hand rows out as they travel.")] = "dtype",
     num_sms: Annotated[int | None, typer.Option(min=1, help="moe: the most SMs that may be used.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="gradients: layers of --hidden by --hidden weights.")] = 8,
+    bucket_mb: Annotated[float, typer.Option(min=0.001, help="gradients: MiB that travel together.")] = 4.0,
+    topology: Annotated[
+        str | None, typer.Option(metavar="FILE|PRESET", help="gradients: this one instead of the detected: cpu:2x2.")
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=2, help="2: start CPU ranks on two made-up hosts with a cable; needs root.")
+    ] = 1,
+    order: Annotated[str, typer.Option(help="--hosts 2: ranks in blocks, or dealt in turn (cyclic).")] = "blocks",
+    mbit: Annotated[float, typer.Option("--mbit", min=1, help="--hosts 2: speed of the cable, Mbit/s.")] = 1000.0,
     repeat: Repeat = None,
     json: Json = None,
     plot: Plot = None,
 ) -> int:
-    """Time a collective, or a MoE layer's dispatch and combine, in turn with its baselines."""
+    """Time a collective, a training step's gradients, or a MoE layer's dispatch and combine, in turn with its baselines."""
     from a2a.cli import bench as command
 
     op = parse.word(op, command.OPS, "OP")
@@ -279,9 +302,16 @@ def bench(
         layout=parse.word(layout, ("expert", "compact"), "--layout"),
         alignment=alignment,
         max_rows=max_rows,
-        wire=None if wire is None else parse.word(wire, ("fp8", "mxfp8"), "--wire"),
+        wire=None if wire is None or op == "gradients" else parse.word(wire, ("fp8", "mxfp8"), "--wire"),
+        wires=tuple(parse.words(wire or "", ("bf16", "fp8"), "--wire")) if op == "gradients" else (),
         rows=parse.word(rows, ("dtype", "wire"), "--rows"),
         num_sms=num_sms,
+        layers=layers,
+        bucket_mb=bucket_mb,
+        topology=topology,
+        hosts=hosts,
+        order=parse.word(order, ("blocks", "cyclic"), "--order"),
+        mbit_per_s=mbit,
     )
     return command.run(request, ranks, json, plot, default_ranks=devices.num_gpus() if kind == "cuda" else 2)
 
@@ -317,6 +347,25 @@ def plan(
     if topology is not None and ranks is not None:
         raise ValueError(f"--ranks {ranks} --topology {topology}: the topology says how many ranks; leave --ranks out")
     return command.run(request, ranks, topology, json)
+
+
+@app.command()
+def trial(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND", help="The job, as you start it: torchrun --nproc-per-node 8 ..."),
+    ],
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps after which the job is ended.")] = 20,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Exit with 1 if a loss with a2a differs by more than this, relative.")
+    ] = None,
+    json: Json = None,
+) -> int:
+    """Run your own job for some steps as it is, twice, and with a2a: what changes in its losses and in its time?"""
+    from a2a.cli import trial as runner
+
+    warm_up = min(2, steps - 2)
+    return runner.run(runner.Request(tuple(command), steps, warm_up, tolerance), json)
 
 
 @app.command()

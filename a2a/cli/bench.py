@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from a2a.cli import bench_tables, parse, show
+from a2a.cli.demo_hosts import MBIT_PER_S, on_hosts
 from a2a.cli.devices import NCCL_REFUSES, Site, site
 from a2a.cli.ranks import Emit, find_mpi, mpi_world, run_ranks
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     Windows = dict[str, NcclWindow]
 
-OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "moe")
+OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "moe", "gradients")
 BASELINES = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "nccl_symm", "nccl_ce", "deep_ep")}
 ALL_BASELINES = (*BASELINES["cpu"], *BASELINES["cuda"])
 USUAL = {"cpu": ("gloo",), "cuda": ("nccl", "nccl_symm", "nccl_ce")}
@@ -62,10 +63,19 @@ class Request:
     wire: str | None = None
     rows: str = "dtype"
     num_sms: int | None = None
+    layers: int = 0
+    bucket_mb: float = 0.0
+    wires: tuple[str, ...] = ()
+    topology: str | None = None
+    hosts: int = 1
+    order: str = "blocks"
+    mbit_per_s: float = MBIT_PER_S
 
     @property
     def num_cells(self) -> int:
-        return len(self.dtypes) * (len(self.tokens) if self.op == "moe" else len(self.sizes) * len(self.memories))
+        return len(self.dtypes) * (
+            len(self.tokens) if self.op in ("moe", "gradients") else len(self.sizes) * len(self.memories)
+        )
 
     def check(self) -> None:
         """Raise ValueError for what contradicts itself."""
@@ -85,8 +95,18 @@ class Request:
             )
         if self.device == "cpu" and (self.graph or self.beside):
             raise ValueError(f"{'--graph' if self.graph else '--beside'} is for GPUs; this runs on CPU ranks")
+        if self.op != "gradients" and self.topology is not None:
+            raise ValueError(f"bench {self.op}: --topology is for gradients")
+        if self.hosts > 1 and (self.topology is not None or self.device != "cpu"):
+            raise ValueError("--hosts: ranks are on CPUs, and who shares memory is detected; leave --topology out")
+        if self.op == "gradients" and (self.graph or self.beside):
+            raise ValueError(
+                "bench gradients: steps are eager, beside their own backward pass; no --graph, no --beside"
+            )
         if self.op == "moe" and self.top_k > self.experts:
             raise ValueError(f"--top-k {self.top_k} is more than --experts {self.experts}")
+        if self.hosts > 1 and (self.device != "cpu" or "mpi" in self.against):
+            raise ValueError("--hosts: made-up hosts are for CPU ranks that a2a starts, against gloo")
 
 
 def run(
@@ -96,6 +116,8 @@ def run(
     from a2a.measure import Line
 
     request.check()
+    if plot is not None and request.op == "gradients":
+        raise ValueError("--plot: there is no drawing of gradients yet")
     mpi = find_mpi() if "mpi" in request.against else None
     lines: list[Line] = []
     with show.json_lines(json_path) as file, show.progress(request.num_cells) as steps:
@@ -109,11 +131,14 @@ def run(
                 if file is not None:
                     print(line.to_json(), file=file, flush=True)
 
-        run_ranks(work, request, ranks, receive, default=default_ranks, mpi=mpi)
+        if request.hosts > 1:
+            on_hosts(work, request, ranks or 4, request.order, receive, request.mbit_per_s)
+        else:
+            run_ranks(work, request, ranks, receive, default=default_ranks, mpi=mpi)
     if not lines:  # a rank other than 0, under a launcher
         return 0
     out = show.console(stderr=json_path == "-")
-    (bench_tables.show_moe if request.op == "moe" else bench_tables.show_exchanges)(out, lines)
+    _show(request.op)(out, lines)
     if plot is not None:
         from a2a.cli import plots
 
@@ -123,6 +148,15 @@ def run(
         out.print("[bold red]Wrong results: the times above mean nothing.[/bold red]")
         return 1
     return 0
+
+
+def _show(op: str) -> Any:
+    """What prints the lines of an op."""
+    if op == "gradients":
+        from a2a.cli import gradients
+
+        return gradients.show_lines
+    return bench_tables.show_moe if op == "moe" else bench_tables.show_exchanges
 
 
 # ----------------------------------------------------------------------------------------------------- on every rank
@@ -135,10 +169,17 @@ def work(request: Request, emit: Emit) -> None:
     from a2a.measure import Control
 
     control = Control()
-    kinds = {"moe": _moe_cells, "all_to_all": _exchange_cells, "all_to_allv": _exchange_cells}
+    from a2a.cli import gradients
+
+    kinds = {
+        "moe": _moe_cells,
+        "gradients": gradients.cells,
+        "all_to_all": _exchange_cells,
+        "all_to_allv": _exchange_cells,
+    }
     cells = kinds.get(request.op, _reduction_cells)
     with (
-        torch.no_grad() if request.op != "moe" else torch.enable_grad(),
+        torch.enable_grad() if request.op in ("moe", "gradients") else torch.no_grad(),
         site(request.device, control, graph=request.graph) as here,
     ):
         cells(request, control, here, emit)
@@ -366,7 +407,9 @@ def _moe_case(request: Request, dtype: str, tokens: int, control: Control, here:
 
 
 def _place(request: Request, comm: Communicator) -> dict[str, Any]:
-    """What `case` says of the device; nothing on a CPU, as ever."""
+    """What `case` says of the device and of hosts; nothing on a CPU alone, as ever."""
+    if request.hosts > 1:
+        return {"hosts": request.hosts, "order": request.order, "mbit_per_s": request.mbit_per_s}
     if request.device == "cpu":
         return {}
     up = comm.topology.scale_up

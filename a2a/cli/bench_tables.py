@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def show_exchanges(out: Any, lines: Sequence[Line]) -> None:
     """One table for each kind of memory: time, bandwidth and ratios by size."""
-    for _, of_memory in _by(lines, lambda line: (line.case["memory"],)):
+    for _, of_memory in by(lines, lambda line: (line.case["memory"],)):
         _show_exchanges(out, of_memory)
-    _footnotes(out, lines)
+    footnotes(out, lines)
 
 
 def _show_exchanges(out: Any, lines: Sequence[Line]) -> None:
@@ -23,7 +23,7 @@ def _show_exchanges(out: Any, lines: Sequence[Line]) -> None:
     baselines = [name for name in names if name != "a2a"]
     link = lines[0].case.get("link_GBps")
     rows = []
-    for key, cell in _by(lines, lambda line: (line.dtype, line.bytes)):
+    for key, cell in by(lines, lambda line: (line.dtype, line.bytes)):
         of = {line.impl: line for line in cell}
         mine = of["a2a"]
         share = [_percent(mine.busbw_GBps, link)] if link else []
@@ -51,16 +51,16 @@ def _show_exchanges(out: Any, lines: Sequence[Line]) -> None:
 
 def show_moe(out: Any, lines: Sequence[Line]) -> None:
     """One table for each dtype and number of tokens: phases and ratios."""
-    for _, cell in _by(lines, lambda line: (line.dtype, line.case["tokens"])):
+    for _, cell in by(lines, lambda line: (line.dtype, line.case["tokens"])):
         _show_moe(out, cell)
-    _footnotes(out, lines)
+    footnotes(out, lines)
 
 
 def _show_moe(out: Any, cell: Sequence[Line]) -> None:
     names = list(dict.fromkeys(line.impl for line in cell))
     baselines = [name for name in names if name != "a2a"]
     rows = []
-    for (part,), of_part in _by(cell, lambda line: (line.case["part"],)):
+    for (part,), of_part in by(cell, lambda line: (line.case["part"],)):
         of = {line.impl: line for line in of_part}
         mine = of["a2a"]
         rows.append(
@@ -139,7 +139,8 @@ def _show_beside(out: Any, lines: Sequence[Line]) -> None:
     show.print_table(out, columns, rows, title=f"Beside a {together[0].case['beside']}", left=2)
 
 
-def _footnotes(out: Any, lines: Sequence[Line]) -> None:
+def footnotes(out: Any, lines: Sequence[Line]) -> None:
+    """What could not be measured, and on what machine the rest was."""
     for impl, why in dict.fromkeys((line.impl, line.case["why"]) for line in lines if "why" in line.case):
         out.print(f"{impl}: not measured: {why}", markup=False)
     env = lines[0].env
@@ -153,7 +154,8 @@ def _wrong(lines: Sequence[Line]) -> str:
     return f"[bold red]{count}[/bold red]" if count else "0"
 
 
-def _by(lines: Sequence[Line], key: Callable[[Line], tuple[Any, ...]]) -> list[tuple[tuple[Any, ...], list[Line]]]:
+def by(lines: Sequence[Line], key: Callable[[Line], tuple[Any, ...]]) -> list[tuple[tuple[Any, ...], list[Line]]]:
+    """The lines in groups of one key, in order."""
     groups: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         groups.setdefault(key(line), []).append(line)

@@ -77,6 +77,8 @@ def _show(out: Any, plan: dict[str, Any]) -> None:
         out.print(
             f"{what}: [bold]{plan['algorithm']}[/bold], {plan['reason']}: {show.us_text(plan['time_us'])} us ({cost})"
         )
+    for remark in plan["remarks"]:
+        out.print(f"  {remark}", markup=False)
         parts = [f"{part['primitive']} {show.us_text(part['us'])}" for part in plan["parts"] if part["us"]]
         if parts:
             out.print(f"  of which, us: {' + '.join(parts)}", markup=False)
@@ -131,6 +133,7 @@ def _plan(request: Any, comm: Any) -> dict[str, Any]:
             "reason": _way_out(request, comm),
             "time_us": None,
             "cost": {},
+            "remarks": (),
             "parts": [],
             "numbers": None,
             "rejected": error.rejected,
@@ -139,6 +142,7 @@ def _plan(request: Any, comm: Any) -> dict[str, Any]:
         "algorithm": plan.algorithm.name,
         "reason": plan.reason,
         "time_us": plan.time_us,
+        "remarks": plan.algorithm.remarks(request, comm),
         "cost": {name: value for name, value in asdict(plan.cost).items() if name != "parts"},
         "parts": [{**asdict(part), "us": part.time_us(comm.costs)} for part in plan.cost.parts],
         "numbers": plan.costs,
@@ -174,7 +178,10 @@ def _imagined(given: str) -> Any:
     return SimpleNamespace(
         world_size=topology.world_size,
         topology=topology,
-        group=topology,  # anything but None: ranks of a job have one
+        device_type=device_type,
+        group=topology,  # anything but None: ranks of a job have one, and a store
+        store=topology,
+        why_not=lambda transport, part: not_one_domain(part) or (None if transport in fitting else "for other memory"),
         transport=None if apart else next(iter(fitting), None),
         why_no_transport={transport.name: apart or "" for transport in fitting},
         costs=replace(built_in(topology), source=f"{_kind(given)} {given}: {built_in(topology).source}"),

@@ -31,12 +31,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from a2a.cli import hosts
+from a2a.cli.hosts import Place
 from a2a.config import Launch, launch
 from a2a.errors import UnsupportedError
 
@@ -62,7 +64,14 @@ class Mpi:
 
 
 def run_ranks(
-    work: Work, options: Any, ranks: int | None, receive: Emit, *, default: int = 2, mpi: Mpi | None = None
+    work: Work,
+    options: Any,
+    ranks: int | None,
+    receive: Emit,
+    *,
+    default: int = 2,
+    mpi: Mpi | None = None,
+    places: Sequence[Place] = (),
 ) -> None:
     """Call `work(options, emit)` on every rank and wait for all of them.
 
@@ -71,6 +80,7 @@ def run_ranks(
         ranks: how many to start; None: `default`, or what the launcher has started.
         receive: called with what rank 0 emits; under a launcher only in rank 0.
         mpi: start the ranks under this MPI, unless a launcher has done it already.
+        places: the host that each rank is started on, where that isn't this one; no launcher has started the ranks then.
     Raises:
         RanksFailedError: a rank raised or died.
         ValueError: `ranks` is not what the launcher has started.
@@ -79,7 +89,9 @@ def run_ranks(
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError("torch is not installed: pip install torch. `a2a doctor` says what else is missing")
     started = launch()
-    if started.world_size > 1:
+    if places:
+        _spawned(work, options, len(places), receive, places)
+    elif started.world_size > 1:
         if ranks not in (None, started.world_size):
             raise ValueError(
                 f"--ranks {ranks}, but {started.launcher} has started {started.world_size} ranks; leave it out"
@@ -208,7 +220,7 @@ def _meet_over_mpi(started: Launch) -> tuple[str, int, Any]:
 # ------------------------------------------------------------------------------------------------ ranks that we start
 
 
-def _spawned(work: Work, options: Any, ranks: int, receive: Emit) -> None:
+def _spawned(work: Work, options: Any, ranks: int, receive: Emit, places: Sequence[Place] = ()) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "a2a"])
     ports = context.SimpleQueue()
@@ -216,7 +228,7 @@ def _spawned(work: Work, options: Any, ranks: int, receive: Emit) -> None:
     for rank in range(ranks):
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(rank, ranks, work, options, theirs, ports), name=f"rank{rank}", daemon=True
+            target=_rank_main, args=(rank, ranks, work, options, theirs, ports, places), name=f"rank{rank}", daemon=True
         )
         process.start()
         theirs.close()
@@ -258,20 +270,25 @@ def _describe_exit(code: int | None) -> str:
     return f"it ended with exit code {code}"
 
 
-def _rank_main(rank: int, ranks: int, work: Work, options: Any, pipe: Connection, ports: Any) -> None:
+def _rank_main(
+    rank: int, ranks: int, work: Work, options: Any, pipe: Connection, ports: Any, places: Sequence[Place]
+) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, and that ends its ranks
     try:
+        if places:
+            hosts.join(places[rank])
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        address = places[0].address if places else "127.0.0.1"
         if rank == 0:
-            store = _tcp_store("127.0.0.1", 0, ranks, True)
+            store = _tcp_store(address, 0, ranks, True)
             for _ in range(ranks - 1):
                 ports.put(store.port)
         else:
-            store = _tcp_store("127.0.0.1", ports.get(), ranks, False)
+            store = _tcp_store(address, ports.get(), ranks, False)
         timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
         work(options, pipe.send if rank == 0 else _ignore)

@@ -35,7 +35,7 @@ from typing import Any
 
 from a2a.errors import UnsupportedError
 
-ABI = 3
+ABI = 4
 OK, FAILED, PEER_REFUSED, FORKED, NOT_OPEN, PENDING, INVALID = range(7)
 TEXTS = 256  # requests that a context keeps
 
@@ -77,7 +77,40 @@ class MoeRows(Structure):
         ("rows_wire", c_int),
         ("compact", c_int),
         ("direct", c_int),
+        ("bringer", c_void_p),
+        ("place", c_void_p),
     )
+
+
+class MoePart(Structure):
+    """`a2a_moe_part`: tokens that a rank brings to a dispatch."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("scales", c_void_p),
+        ("number", c_void_p),
+        ("tokens", c_uint32),
+        ("unused", c_uint32),
+    )
+
+
+class MoeDomains(Structure):
+    """`a2a_moe_domains`: which domain holds which expert."""
+
+    _fields_ = (
+        ("experts", c_uint32),
+        ("top_k", c_uint32),
+        ("domains", c_uint32),
+        ("mine", c_int32),
+        ("domain", POINTER(c_int32)),
+        ("local", POINTER(c_int32)),
+    )
+
+
+class MoeSums(Structure):
+    """`a2a_moe_sums`: a domain's sums of some tokens."""
+
+    _fields_ = (("rows", c_void_p), ("list", c_void_p), ("tokens", c_uint32), ("dense", c_uint32))
 
 
 class Even(Structure):
@@ -174,11 +207,22 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_release": (None, (_P,)),
     "a2a_moe_create": (_P, (_P, _U32, _U32, _U32, _U32, _U32, _U32, _U32, _U32, POINTER(c_int32), _U64)),
     "a2a_moe_destroy": (None, (_P,)),
+    "a2a_moe_sources": (None, (_P, _U32, POINTER(c_int32))),
+    "a2a_moe_bring": (None, (_P, _P)),
     "a2a_moe_count": (c_int, (_P, _U32, _P, c_int, _U32, _U64, POINTER(c_int64))),
     "a2a_moe_abort": (None, (_P,)),
     "a2a_moe_dispatch": (c_int, (_P, _P, _P, _P, c_int, _P, _U32, POINTER(MoeRows))),
     "a2a_moe_combine": (c_int, (_P, _U32, _P, c_int64, _P, _P, _P, _P, _P, _P, _P, _P, _U32)),
     "a2a_moe_spread": (c_int, (_P, _U32, _P, _U32, _P, c_int64, _P, _P, _P, _P, _P)),
+    "a2a_moe_rail_select": (c_int, (POINTER(MoeDomains), _P, c_int, _U32, _P, _P, _P, _P)),
+    "a2a_moe_rail_gather": (None, (_P, _P, _P, _U32, _N)),
+    "a2a_moe_rail_quantize": (None, (_U32, _U32, _P, _U32, _U32, _P, _P)),
+    "a2a_moe_rail_pairs": (None, (POINTER(MoeDomains), _P, c_int, _P, _P, _P, _U32, _P, c_int, _P)),
+    "a2a_moe_rail_unpair": (c_int, (_P, c_int, _P, _P, _U32, _U64, _U32, _U32, _P, _P)),
+    "a2a_moe_rail_grads": (None, (_P, _P, _P, _P, _U32, _U32, c_int)),
+    "a2a_moe_rail_merge": (None, (_U32, _U32, _U32, _U32, _U32, POINTER(MoeSums), _P)),
+    "a2a_quantize": (None, (_U32, _U32, _P, _P, _P, _N)),
+    "a2a_dequantize": (None, (_U32, _U32, _P, _P, _P, _N)),
     "a2a_pool_create": (_P, (_P, _N, _P, _N)),
     "a2a_pool_private": (_P, (_N,)),
     "a2a_pool_child": (_P, (_P, _P, _N)),
@@ -246,4 +290,4 @@ def sizes(values: list[int]) -> ctypes.Array[c_uint64]:
     return (c_uint64 * len(values))(*values)
 
 
-__all__ = ["ABI", "MoeRows", "find", "isa", "lib", "pointers", "sizes"]
+__all__ = ["ABI", "MoeDomains", "MoePart", "MoeRows", "MoeSums", "find", "isa", "lib", "pointers", "sizes"]

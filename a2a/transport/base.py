@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from a2a.kernels.cpu import Cause
 from a2a.topology import Topology
 
 Exchange = Callable[[str, bytes], list[bytes]]
@@ -109,6 +110,10 @@ class Transport(ABC):
     def told(self) -> bool:
         """Whether a failure has happened, known to this rank's calls or not. May take some microseconds."""
         return self.failed()
+
+    def fail(self, cause: Cause, message: str) -> None:
+        """Break the communicator on purpose, with a reason that reaches every rank, if the transport can carry one."""
+        self.close()
 
     @abstractmethod
     def ok_word(self) -> torch.Tensor:

@@ -196,6 +196,7 @@ class CudaVmm(Transport):
         index = torch.cuda.current_device() if wiring.device.index is None else wiring.device.index
         self.device = torch.device("cuda", index)
         self._closed = False
+        self._switch: Any = None
         self._requests: list[tuple[int, str]] = []
         self._numbers: dict[tuple[int, str], int] = {}
         self._blocks: dict[int, _Block] = {}
@@ -239,6 +240,27 @@ class CudaVmm(Transport):
         self._agree("ready", "")
 
     # ---- agreement, over the group's store: for set-up only
+
+    def agree(self, step: str, mine: str) -> list[str]:
+        """What every rank says at this step. Collective."""
+        return self._agree(step, mine)
+
+    def switch(self, group: Any, num_bytes: int, word_bytes: int) -> Any:
+        """The `Switch` of this communicator, made by the first call. Collective then.
+
+        Raises:
+            UnsupportedError: there is none, on any rank; says why.
+        """
+        from a2a.transport.switch import open_switch  # which knows this class
+
+        if self._switch is None:
+            try:
+                self._switch = open_switch(self, group, num_bytes, word_bytes)
+            except UnsupportedError as error:
+                self._switch = error
+        if isinstance(self._switch, UnsupportedError):
+            raise self._switch
+        return self._switch
 
     def _agree(self, step: str, mine: str) -> list[str]:
         return [p.decode() for p in self._exchange(f"cuda_vmm/{step}", mine.encode())]

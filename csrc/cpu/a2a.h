@@ -148,6 +148,19 @@ A2A_API a2a_moe* a2a_moe_create(a2a_context*, uint32_t experts, uint32_t top_k, 
                                 uint32_t dtype, uint32_t alignment, uint32_t wire, uint32_t wire_combine,
                                 const int32_t* expert_to_rank, uint64_t counts_address);
 A2A_API void a2a_moe_destroy(a2a_moe*);
+// Tokens of other ranks. Each rank brings `parts` lots of tokens to a dispatch: part i of rank r are tokens of the source
+// source[r * parts + i], or none where that is -1; part 0 are its own. Sources are distinct, equal on all ranks, and what rows
+// are ordered by and named after. Before the first dispatch.
+A2A_API void a2a_moe_sources(a2a_moe*, uint32_t parts, const int32_t* source);
+typedef struct {
+  const void *rows, *scales;  // [tokens, hidden]; scales: as x_scales of a2a_moe_dispatch
+  const int32_t* number;      // [tokens] what the source calls them; null: 0, 1, ...
+  uint32_t tokens, unused;
+} a2a_moe_part;
+// What this rank brings: [parts], read by each a2a_moe_count, a2a_moe_dispatch and a2a_moe_spread from now on; null: what their
+// arguments say. Tokens, ids, weights and g are then those of all parts, one after the other. With a wire format either all parts
+// have scales (not null, also of no tokens) or none has.
+A2A_API void a2a_moe_bring(a2a_moe*, const a2a_moe_part* parts);
 // Publishes counts and learns everybody's. Leaves the context locked on success: a2a_moe_dispatch or a2a_moe_abort follows.
 //   result[0] rows with padding, [1] rows without, [2] distinct received tokens, [3..] true rows of each local expert
 A2A_API int a2a_moe_count(a2a_moe*, uint32_t request, const void* ids, int ids_bytes, uint32_t tokens,
@@ -166,6 +179,9 @@ typedef struct {
   int64_t limit;  // max_rows, or -1
   int rows_wire, compact;
   int direct;  // this rank's rows are symmetric and peers store into them
+  // Who brought each row, and its place among all that it brought: the row_rank and row_token of combine and spread. [capacity],
+  // or null where ranks bring no tokens but their own.
+  int32_t *bringer, *place;
 } a2a_moe_rows;
 A2A_API int a2a_moe_dispatch(a2a_moe*, const void* x, const void* x_scales, const void* ids, int ids_bytes,
                              const void* weights, uint32_t tokens, const a2a_moe_rows* out);
@@ -179,6 +195,41 @@ A2A_API int a2a_moe_combine(a2a_moe*, uint32_t request, const void* rows, int64_
 A2A_API int a2a_moe_spread(a2a_moe*, uint32_t request, const void* g, uint32_t tokens, const void* rows,
                            int64_t num_rows, const float* weights, const int32_t* row_rank, const int32_t* row_token,
                            void* grad_rows, float* weight_grads);
+
+// --- Mixture of Experts across domains (moe_rail.cpp): local work on what crosses rails. A list names tokens, ascending; its masks
+// have bit k set where the token's k-th expert is meant; pairs are the (expert, weight) of these bits, in order.
+typedef struct {
+  uint32_t experts, top_k, domains;
+  int32_t mine;           // this rank's domain
+  const int32_t* domain;  // [experts] the domain that holds it,
+  const int32_t* local;   // and its index there
+} a2a_moe_domains;
+// lists and masks: [domains][tokens]; counts: [domains][2], tokens and pairs; own_ids: [tokens, top_k], ids within this domain,
+// else -1. kInvalid: counts[0], [1] and [2] are token, k and id of one out of range (so counts has room for 3 at least).
+A2A_API int a2a_moe_rail_select(const a2a_moe_domains*, const void* ids, int ids_bytes, uint32_t tokens,
+                                int32_t* own_ids, int32_t* lists, uint32_t* masks, int64_t* counts);
+A2A_API void a2a_moe_rail_gather(void* out, const void* in, const int32_t* list, uint32_t n, size_t row_bytes);
+A2A_API void a2a_moe_rail_quantize(uint32_t dtype, uint32_t wire, const void* x, uint32_t tokens, uint32_t hidden,
+                                   void* q, void* scales);
+A2A_API void a2a_moe_rail_pairs(const a2a_moe_domains*, const void* ids, int ids_bytes, const float* weights,
+                                const int32_t* list, const uint32_t* masks, uint32_t n, void* out_ids, int out_bytes,
+                                float* out_weights);
+// Packed pairs to ids_TK and weights_TK (1 where weights is null; -1 and 0 where there is no pair). kInvalid: they don't add up.
+A2A_API int a2a_moe_rail_unpair(const void* ids, int ids_bytes, const float* weights, const uint32_t* masks, uint32_t n,
+                                uint64_t pairs, uint32_t top_k, uint32_t experts, int32_t* ids_TK, float* weights_TK);
+// One float a pair, from [.., top_k] to packed, or back (unpack). list null: 0, 1, ...
+A2A_API void a2a_moe_rail_grads(float* packed, float* grads_TK, const int32_t* list, const uint32_t* masks, uint32_t n,
+                                uint32_t top_k, int unpack);
+typedef struct {
+  const void* rows;     // the domain's sums of the tokens in `list`, one after the other; dense: of every token
+  const int32_t* list;  // [tokens]
+  uint32_t tokens, dense;
+} a2a_moe_sums;
+A2A_API void a2a_moe_rail_merge(uint32_t in_dtype, uint32_t out_dtype, uint32_t hidden, uint32_t tokens,
+                                uint32_t domains, const a2a_moe_sums* sums, void* y);
+// --- wire formats (Dtype and Wire of simd.h): float32, bfloat16 or float16 to and from e4m3 with block scales
+A2A_API void a2a_quantize(uint32_t dtype, uint32_t wire, void* q, void* scales, const void* x, size_t count);
+A2A_API void a2a_dequantize(uint32_t dtype, uint32_t wire, void* x, const void* q, const void* scales, size_t count);
 
 // --- pools: blocks of a segment that are handed out as tensors and come back through a DLPack deleter
 typedef struct a2a_pool a2a_pool;

@@ -23,7 +23,7 @@ namespace a2a {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x3161326132613261ull;
-constexpr std::uint32_t kAbi = 3;
+constexpr std::uint32_t kAbi = 4;
 constexpr std::uint64_t kSliceNs = 20'000'000;  // a sleeping rank looks around this often
 constexpr std::uint32_t kYields = 32;
 

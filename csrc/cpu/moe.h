@@ -9,6 +9,9 @@
 #include "signal.h"
 #include "simd.h"
 
+// wire_combine: what the sums of ranks travel as, and what comes out of them.
+enum WireCombine : std::uint32_t { kRowSums = 0, kFloat32Sums = 1, kWideSums = 2 };  // the last: y is float32, too
+
 struct a2a_moe {
   a2a::Context* c;
   std::uint32_t experts, top_k, hidden, max_tokens, dtype, alignment, wire, wire_combine;
@@ -16,9 +19,16 @@ struct a2a_moe {
   std::int32_t *owner, *local;    // [experts]: the rank that holds it; its index there
   std::int32_t *of_rank, *first;  // experts by (rank, id); first[r] .. first[r + 1]
   std::uint32_t my_experts;
+  // What a rank brings to a dispatch lies in parts, one for each rank whose tokens it brings: its own first, then those that
+  // came to it over rails. Rows are ordered by these sources, not by who brings them.
+  std::uint32_t parts, sources;  // parts of every rank; how many of all ranks' parts have a source
+  std::int32_t* source;          // [world * parts]: the source of part i of rank r at r * parts + i, or -1
+  std::uint32_t* order;          // [sources]: places in `source`, by source
+  const a2a_moe_part* brought;   // [parts] of this rank, in the dispatch that comes; null: one part, of the arguments
   // Between count and dispatch, and during a dispatch:
-  std::int64_t* next;              // [my_experts * world] the next row of (expert, source)
-  std::int64_t* remote;            // [experts] the next row of mine at that expert's owner
+  std::int64_t* next;              // [my_experts][world * parts] the next row of (expert, source)
+  std::int64_t* remote;            // [parts][experts] the next row of mine at that expert's owner
+  std::uint32_t* first_of_part;    // [world][parts + 1] where each part of a rank's tokens begins
   std::uint64_t *tokens, *direct;  // [world]
   std::int64_t rows_padded, rows_true;
   std::int64_t distinct;  // tokens received, each counted once
@@ -29,7 +39,9 @@ struct a2a_moe {
 
   std::size_t element() const { return a2a::dtype_bytes(dtype); }
   std::size_t row_bytes() const { return hidden * element(); }
-  std::size_t counts_bytes() const { return (experts + c->world) * sizeof(std::uint32_t); }
+  std::size_t scale_row_bytes() const { return a2a::ceil_div(hidden, a2a::wire_block(wire)) * a2a::scale_bytes(wire); }
+  std::size_t part_counts() const { return experts + c->world + 1; }
+  std::size_t counts_bytes() const { return parts * part_counts() * sizeof(std::uint32_t); }
   std::uint32_t* counts(std::uint32_t rank) {
     const std::uint64_t parity = a2a::mutant(a2a::kOneCounts) ? 0 : (c->epoch & 1);
     return reinterpret_cast<std::uint32_t*>(
@@ -69,9 +81,40 @@ int exchange_tokens(a2a_moe& m, std::uint32_t request, std::uint32_t tokens, std
 struct WireRow {
   std::size_t stride;  // bytes from one token's to the next
   Cut cut;
-  std::size_t ids_at, weights_at, rows_at;
+  std::size_t ids_at, weights_at, numbers_at, rows_at;  // numbers: of tokens at their sources, where there are parts
   WireRow(const a2a_moe& m, bool with_ids);
 };
+
+// What a rank brings, found token by token; going back starts over.
+struct Brought {
+  const a2a_moe_part* parts;
+  std::uint32_t at = 0, first = 0;  // the part that is looked at, and its first token
+  const a2a_moe_part& part(std::uint32_t t) {
+    if (t < first) at = first = 0;
+    while (t - first >= parts[at].tokens) first += parts[at++].tokens;
+    return parts[at];
+  }
+  const std::uint8_t* row(std::uint32_t t, std::size_t bytes) {
+    const a2a_moe_part& p = part(t);
+    return static_cast<const std::uint8_t*>(p.rows) + std::size_t(t - first) * bytes;
+  }
+  const std::uint8_t* scales(std::uint32_t t, std::size_t bytes) {
+    const a2a_moe_part& p = part(t);
+    return static_cast<const std::uint8_t*>(p.scales) + std::size_t(t - first) * bytes;
+  }
+  std::int32_t number(std::uint32_t t) {
+    const a2a_moe_part& p = part(t);
+    return p.number ? p.number[t - first] : std::int32_t(t - first);
+  }
+};
+
+// Columns [at, at + columns) of a row that was quantised before, as they lie in a publication.
+inline void copy_quantized(const a2a_moe& m, std::uint8_t* to, const std::uint8_t* row, const std::uint8_t* scales,
+                           std::uint32_t at, std::uint32_t columns) {
+  const std::size_t block = wire_block(m.wire), sb = scale_bytes(m.wire);
+  std::memcpy(to, row + at, columns);
+  std::memcpy(to + columns, scales + at / block * sb, ceil_div(columns, block) * sb);
+}
 
 // Ask for a row that is read next. Rows are scattered, and the processor's own prefetcher starts anew with each page.
 inline void prefetch(const std::uint8_t* row, std::size_t bytes) {

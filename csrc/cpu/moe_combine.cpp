@@ -1,6 +1,6 @@
 // moe_combine: y[token] = sum over ranks, in rank order, of round(sum over that rank's rows of the token, in expert order)
 //   Inner sum: float32, each weight * row rounded, then added, from the first term; rounded once to the row dtype (or kept in
-//   float32, wire_combine). Outer sum: float32 from the first term, rounded once. No contribution: 0.
+//   float32, wire_combine). Outer sum: float32 from the first term, rounded once (not at all with kWideSums). No contribution: 0.
 //   With weight_grads, every row's float travels home too: token_weight_grads[token, k].
 // Cost     2 steps; every row read once; one partial row stored and loaded per (token, rank that has rows of it)
 // Buffers  rows and y private; partials cross in the pair rings of the communicator
@@ -99,6 +99,8 @@ struct Combine {
     const Unit unit(layout.cut, m.hidden, std::size_t(m.tokens[me]), number);
     const std::uint32_t tile = unit.tile, t0 = unit.first, n = unit.tokens, at = unit.at, columns = unit.columns;
     const std::uint32_t partial_dtype = m.wire_combine ? std::uint32_t(kFloat32) : m.dtype;
+    const std::uint32_t y_dtype = m.wire_combine == kWideSums ? std::uint32_t(kFloat32) : m.dtype;
+    const std::size_t y_element = dtype_bytes(y_dtype);
     const void** in = static_cast<const void**>(__builtin_alloca(P * sizeof(void*)));
     std::memset(cursor, 0, P * sizeof *cursor);
     for (std::uint32_t t = 0; t < n; t++) {
@@ -113,11 +115,11 @@ struct Combine {
         if (cursor[p] < head[0] && tokens[cursor[p]] == t)
           in[terms++] = slots[p] + layout.rows_at + cursor[p]++ * layout.stride;
       }
-      std::uint8_t* out = y + std::size_t(t0 + t) * m.row_bytes() + at * m.element();
+      std::uint8_t* out = y + (std::size_t(t0 + t) * m.hidden + at) * y_element;
       if (terms == 0)
-        std::memset(out, 0, columns * m.element());
+        std::memset(out, 0, columns * y_element);
       else
-        simd().weighted_sum(partial_dtype, m.dtype, out, in, nullptr, terms, columns);
+        simd().weighted_sum(partial_dtype, y_dtype, out, in, nullptr, terms, columns);
     }
     if (!token_weight_grads || tile != 0) return;
     for (std::uint32_t p = 0; p < P; p++) {

@@ -1,6 +1,7 @@
 // moe_count: every rank learns how many rows every rank has for every expert, and with that where each row goes.
-//   counts_r[e] = rows that rank r has for expert e;  counts_r[E + d] = distinct tokens that r has for rank d
-// Cost     1 step; (experts + world) * 4 bytes stored locally, read by every peer
+//   counts_r[e] = rows that rank r has for expert e;  counts_r[E + d] = distinct tokens that r has for rank d;
+//   counts_r[E + world] = its tokens. Where ranks bring other ranks' tokens, so for each part of them.
+// Cost     1 step; parts * (experts + world + 1) * 4 bytes stored locally, read by every peer
 // VISIBLE  the counts are stored before the entries are posted; a peer reads them after it saw the entry (acquire).
 // REUSE    two copies, by parity of the epoch: written again two epochs later, when every peer is past this one (signal.h).
 // PROGRESS the entry is posted before anything is waited for.
@@ -61,7 +62,8 @@ int token_rows(a2a_moe& m, std::int64_t num_rows, const std::int32_t* row_rank, 
 }
 
 WireRow::WireRow(const a2a_moe& m, bool with_ids) {
-  const std::size_t beside = with_ids ? m.top_k * 8 : 0;
+  const bool with_numbers = with_ids && m.parts > 1;
+  const std::size_t beside = with_ids ? m.top_k * 8 + with_numbers * 4 : 0;
   const bool wired = m.wire != kNoWire;
   cut = make_cut(m.hidden, m.c->geo.publish_bytes, 192, beside + (wired ? 64 : 0), wired ? 33 : m.element(),
                  wired ? 32 : 1, 256);
@@ -69,7 +71,8 @@ WireRow::WireRow(const a2a_moe& m, bool with_ids) {
   stride = align_up(cut.tile_columns * (wired ? 1 : m.element()) + blocks, 64);
   ids_at = 64;
   weights_at = ids_at + (with_ids ? cut.tokens_per_unit * m.top_k * 4 : 0);
-  rows_at = align_up(weights_at + (with_ids ? cut.tokens_per_unit * m.top_k * 4 : 0), 64);
+  numbers_at = weights_at + (with_ids ? cut.tokens_per_unit * m.top_k * 4 : 0);
+  rows_at = align_up(numbers_at + (with_numbers ? cut.tokens_per_unit * 4 : 0), 64);
 }
 
 }  // namespace a2a
@@ -100,17 +103,37 @@ a2a_moe* a2a_moe_create(a2a_context* h, uint32_t experts, uint32_t top_k, uint32
   }
   m->first[c.world] = at;
   m->my_experts = std::uint32_t(m->first[c.rank + 1] - m->first[c.rank]);
-  m->next = static_cast<std::int64_t*>(std::calloc(m->my_experts * c.world + 1, 8));
-  m->remote = static_cast<std::int64_t*>(std::calloc(experts, 8));
   m->tokens = static_cast<std::uint64_t*>(std::calloc(c.world, 8));
   m->direct = static_cast<std::uint64_t*>(std::calloc(c.world, 8));
+  a2a_moe_sources(m, 1, nullptr);
   return m;
 }
+
+void a2a_moe_sources(a2a_moe* m, uint32_t parts, const int32_t* source) {
+  const std::uint32_t all = m->c->world * parts;
+  std::free(m->source), std::free(m->order), std::free(m->next), std::free(m->remote), std::free(m->first_of_part);
+  m->parts = parts, m->sources = 0;
+  m->source = static_cast<std::int32_t*>(std::malloc(all * 4));
+  m->order = static_cast<std::uint32_t*>(std::malloc(all * 4));
+  m->next = static_cast<std::int64_t*>(std::calloc(std::size_t(m->my_experts) * all + 1, 8));
+  m->remote = static_cast<std::int64_t*>(std::calloc(std::size_t(m->experts) * parts + 1, 8));
+  m->first_of_part = static_cast<std::uint32_t*>(std::calloc(all + m->c->world, 4));
+  for (std::uint32_t i = 0; i < all; i++) {
+    m->source[i] = source ? source[i] : std::int32_t(i);
+    if (m->source[i] < 0) continue;
+    std::uint32_t at = m->sources++;
+    for (; at > 0 && m->source[m->order[at - 1]] > m->source[i]; at--) m->order[at] = m->order[at - 1];
+    m->order[at] = i;
+  }
+}
+
+void a2a_moe_bring(a2a_moe* m, const a2a_moe_part* parts) { m->brought = parts; }
 
 void a2a_moe_destroy(a2a_moe* m) {
   for (void* b : m->buffer) std::free(b);
   std::free(m->owner), std::free(m->local), std::free(m->of_rank), std::free(m->first), std::free(m->next),
       std::free(m->remote);
+  std::free(m->source), std::free(m->order), std::free(m->first_of_part);
   std::free(m->tokens), std::free(m->direct);
   std::free(m);
 }
@@ -124,9 +147,10 @@ void a2a_moe_abort(a2a_moe* m) {
 namespace {
 
 template <class Id>
-bool histogram(a2a_moe& m, const Id* ids, std::uint32_t tokens, std::uint32_t* counts, std::int64_t* bad) {
+bool histogram(a2a_moe& m, const Id* ids, std::uint32_t from, std::uint32_t to, std::uint32_t* counts,
+               std::int64_t* bad) {
   std::int32_t seen[32];
-  for (std::uint32_t t = 0; t < tokens; t++) {
+  for (std::uint32_t t = from; t < to; t++) {
     std::uint32_t ranks = 0;
     for (std::uint32_t k = 0; k < m.top_k; k++) {
       const Id id = ids[std::size_t(t) * m.top_k + k];
@@ -145,6 +169,7 @@ bool histogram(a2a_moe& m, const Id* ids, std::uint32_t tokens, std::uint32_t* c
       }
     }
   }
+  counts[m.experts + m.c->world] = to - from;
   return true;
 }
 
@@ -153,12 +178,18 @@ bool histogram(a2a_moe& m, const Id* ids, std::uint32_t tokens, std::uint32_t* c
 int a2a_moe_count(a2a_moe* m, uint32_t request, const void* ids, int ids_bytes, uint32_t tokens, uint64_t direct_base,
                   int64_t* result) {
   Context& c = *m->c;
-  const std::uint32_t P = c.world, E = m->experts;
-  std::uint32_t* mine = m->scratch<std::uint32_t>(7, E + P);
+  const std::uint32_t P = c.world, E = m->experts, parts = m->parts;
+  const std::size_t each = m->part_counts();
+  std::uint32_t* mine = m->scratch<std::uint32_t>(7, parts * each);
   std::memset(mine, 0, m->counts_bytes());
-  const bool fine = ids_bytes == 4 ? histogram(*m, static_cast<const std::int32_t*>(ids), tokens, mine, result)
-                                   : histogram(*m, static_cast<const std::int64_t*>(ids), tokens, mine, result);
-  if (!fine) return kInvalid;
+  for (std::uint32_t i = 0, from = 0; i < parts; i++) {
+    const std::uint32_t to = m->brought ? from + m->brought[i].tokens : tokens;
+    const bool fine = ids_bytes == 4
+                          ? histogram(*m, static_cast<const std::int32_t*>(ids), from, to, mine + i * each, result)
+                          : histogram(*m, static_cast<const std::int64_t*>(ids), from, to, mine + i * each, result);
+    if (!fine) return kInvalid;
+    from = to;
+  }
   lock(c, true);
   int rc = begin_op(c, request % kTexts, true);
   if (rc == kOk) {
@@ -170,16 +201,23 @@ int a2a_moe_count(a2a_moe* m, uint32_t request, const void* ids, int ids_bytes, 
     return rc;
   }
   m->rows_padded = m->rows_true = m->distinct = 0;
-  for (std::uint32_t s = 0; s < P; s++) m->distinct += m->counts(s)[E + c.rank];
+  for (std::uint32_t s = 0; s < P; s++) {
+    std::uint32_t* first = m->first_of_part + s * (parts + 1);
+    for (std::uint32_t i = 0; i < parts; i++) {
+      m->distinct += m->counts(s)[i * each + E + c.rank];
+      first[i + 1] = first[i] + m->counts(s)[i * each + E + P];
+    }
+  }
   for (std::uint32_t r = 0; r < P; r++) {
     std::int64_t row = 0;
     for (std::int32_t i = m->first[r]; i < m->first[r + 1]; i++) {
       const std::int32_t e = m->of_rank[i];
       std::int64_t at = row;
-      for (std::uint32_t s = 0; s < P; s++) {
-        if (s == c.rank) m->remote[e] = at;
-        if (r == c.rank) m->next[std::size_t(m->local[e]) * P + s] = at;
-        at += m->counts(s)[e];
+      for (std::uint32_t n = 0; n < m->sources; n++) {
+        const std::uint32_t place = m->order[n], s = place / parts, part = place % parts;
+        if (s == c.rank) m->remote[std::size_t(part) * E + std::uint32_t(e)] = at;
+        if (r == c.rank) m->next[std::size_t(m->local[e]) * P * parts + place] = at;
+        at += m->counts(s)[part * each + std::uint32_t(e)];
       }
       if (r == c.rank) {
         result[3 + m->local[e]] = at - row;

@@ -1,7 +1,7 @@
 // moe_spread: the gradient of a combine goes back to the expert rows.
 //   grad_rows[r] = round(weights[r] * g[token of r]);  weight_grads[r] = dot(rows[r], g[token of r]), lanes as in simd.h
 //   Every rank stores its g once into its publication ring; every peer scales it into the rows that it holds, reading
-//   its expert rows on the way for the dot products.
+//   its expert rows on the way for the dot products. g may lie in parts, some of them quantised before (a2a_moe_bring).
 // Cost     2 steps; g stored once, loaded once a rank that needs it; rows read once if weight_grads; grad_rows written once
 // Buffers  all private but the ring
 // VISIBLE, REUSE, PROGRESS, FAILURE  as in moe_dispatch.cpp (staged).
@@ -39,21 +39,25 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
   const std::size_t most_rows = m.top_k;  // of one token here
   float* lanes = m.scratch<float>(4, (wire.cut.tiles > 1 ? P * most_rows : 1) * 256);
   auto* dequantized = m.scratch<std::uint8_t>(6, row_bytes);
+  const a2a_moe_part own{g, nullptr, nullptr, tokens, 0};
+  Brought brought{m.brought ? m.brought : &own};
+  const bool quantized_g = brought.parts->scales != nullptr;
   auto fill = [&](std::uint32_t number, std::uint8_t* slot) {
     if (P == 1 && m.wire == kNoWire) return;  // nobody reads it
     const Unit unit(wire.cut, m.hidden, tokens, number);
     for (std::uint32_t t = 0; t < unit.tokens; t++) {
       std::uint8_t* to = slot + wire.rows_at + t * wire.stride;
-      const std::uint8_t* in =
-          static_cast<const std::uint8_t*>(g) + std::size_t(unit.first + t) * row_bytes + unit.at * element;
+      const std::uint8_t* in = brought.row(unit.first + t, quantized_g ? m.hidden : row_bytes);
       if (m.wire == kNoWire)
-        std::memcpy(to, in, unit.columns * element);
+        std::memcpy(to, in + unit.at * element, unit.columns * element);
+      else if (quantized_g)
+        copy_quantized(m, to, in, brought.scales(unit.first + t, m.scale_row_bytes()), unit.at, unit.columns);
       else
-        simd().quantize(m.dtype, m.wire, to, to + unit.columns, in, unit.columns);
+        simd().quantize(m.dtype, m.wire, to, to + unit.columns, in + unit.at * element, unit.columns);
     }
   };
   auto consume = [&](std::uint32_t source, std::uint32_t number, const std::uint8_t* slot) {
-    const auto* raw = source == me && m.wire == kNoWire ? static_cast<const std::uint8_t*>(g) : nullptr;
+    const bool raw = source == me && m.wire == kNoWire;
     const Unit unit(wire.cut, m.hidden, std::size_t(m.tokens[source]), number);
     const std::uint32_t t0 = unit.first, n = unit.tokens, at = unit.at, columns = unit.columns;
     for (std::uint32_t t = 0; t < n; t++) {
@@ -63,7 +67,7 @@ int run(a2a_moe& m, std::uint32_t request, const void* g, std::uint32_t tokens, 
                  columns * element);
       if (index.start[i] == index.start[i + 1]) continue;
       const std::uint8_t* in =
-          raw ? raw + std::size_t(t0 + t) * row_bytes + at * element : slot + wire.rows_at + t * wire.stride;
+          raw ? brought.row(t0 + t, row_bytes) + at * element : slot + wire.rows_at + t * wire.stride;
       if (!raw && m.wire != kNoWire) {
         simd().dequantize(m.dtype, m.wire, dequantized, in, in + columns, columns);
         in = dequantized;

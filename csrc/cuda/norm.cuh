@@ -31,17 +31,17 @@ struct Params {
   std::uint32_t rows, batch_rows;  // batch_rows: what one signal is for, in norm_rows
 };
 
-// Staging of one rank, the same for every row length and dtype. [s]: written by rank s; then two, by the epoch's parity. Whatever
-// an epoch marks needs no reset: no two calls of a communicator have the same.
+// Staging of one rank, the same for every row length and dtype. [s]: written by rank s; [2]: by the epoch's parity. Whatever an
+// epoch marks needs no reset: no two calls of a communicator have the same.
 constexpr std::uint32_t kBlocks = 32, kMostBatches = 64;
 constexpr std::uint64_t kPacketBytes = PACKET_BYTES;  // a rank's packets
 constexpr std::uint64_t kRowBytes = ROW_BYTES;        // and its rows
 struct Staging {
   std::uint32_t arrived[kWorld][2][kBlocks][kMostBatches];  // epoch: a batch is there
-  std::uint32_t made[kWorld][2][kBlocks][kMostBatches];     // and its results
+  std::uint32_t made[kWorld][kBlocks][kMostBatches];        // and its results are
   uint4 packets[kWorld][2][kPacketBytes / 16];
   uint4 terms[kWorld][2][kRowBytes / 16];
-  uint4 results[kWorld][2][kRowBytes / 16];
+  uint4 results[kWorld][kRowBytes / 16];
 };
 
 // r, and the sum of its squares, of one vector.

@@ -12,7 +12,8 @@
 // VISIBLE  S: all threads of a block store a batch into p's terms (results, the same); barrier; a thread's st.release.sys of
 //          `arrived` (`made`), cumulative over the barrier. A: a thread of the same block of p loads it, ld.acquire.sys; barrier;
 //          R: all threads of that block load the batch.
-// REUSE    terms, results and their words are two by the epoch's parity, as headers are (signal.cuh). In place: a batch of in is stored over,
+// REUSE    terms and their words are two by the epoch's parity, as headers are (signal.cuh). Results and theirs are stored when terms
+//          of this epoch have come from every rank, whose earlier call is then over. In place: a batch of in is stored over,
 //          vector by vector by the threads that load it, after the block's own push of it and a barrier. `groups` is two by the
 //          parity of a team's rows: it is stored again after the barrier that follows its last load.
 // PROGRESS every block pushes batch g + 1 before it waits for batch g of its equals, and waits for results when it has pushed and
@@ -68,7 +69,7 @@ struct Rows {
     return staging(at).terms[from][epoch % 2] + place_of(g);
   }
   __device__ uint4* results(std::uint32_t at, std::uint32_t from, std::uint32_t g) const {
-    return staging(at).results[from][epoch % 2] + place_of(g);
+    return staging(at).results[from] + place_of(g);
   }
   __device__ float* scales(uint4* rows) const { return reinterpret_cast<float*>(rows + a.batch_rows * kVectors); }
   __device__ static uint4* row_of(std::uint64_t tensor, std::uint64_t row) {
@@ -109,7 +110,7 @@ struct Rows {
     if (!kTwoShot) return true;
     __syncthreads();
     for (std::uint32_t p = threadIdx.x; p < kWorld; p += kThreads)
-      if (p != rank) ptx::store_release_sys(&staging(p).made[rank][epoch % 2][blockIdx.x][g], epoch);
+      if (p != rank) ptx::store_release_sys(&staging(p).made[rank][blockIdx.x][g], epoch);
     return true;
   }
 
@@ -154,7 +155,7 @@ struct Rows {
   // A batch that another rank has made.
   __device__ bool take(const Batch& batch) {
     const std::uint32_t g = batch.number, from = owner(g);
-    if (threadIdx.x == 0) await(&staging(rank).made[from][epoch % 2][blockIdx.x][g], from);
+    if (threadIdx.x == 0) await(&staging(rank).made[from][blockIdx.x][g], from);
     if (!together()) return false;
     uint4* rows = results(rank, from, g);
     for (std::uint32_t i = team; i < batch.rows; i += kTeams) {

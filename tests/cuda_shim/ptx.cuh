@@ -72,6 +72,19 @@ __device__ __forceinline__ std::uint64_t swap_if_zero_sys(std::uint64_t* p, std:
   return shim::update(p, Order::kRelaxed, Scope::kSystem, [v](std::uint64_t was) { return was ? was : v; });
 }
 
+// The machine has no switch: kernels run here with A2A_SOFTWARE_SWITCH, and never come to these.
+__device__ __forceinline__ uint4 multimem_load_add_f32(const uint4* p) { __builtin_trap(); }
+__device__ __forceinline__ uint4 multimem_load_add_bf16(const uint4* p) { __builtin_trap(); }
+__device__ __forceinline__ uint4 multimem_load_add_f16(const uint4* p) { __builtin_trap(); }
+__device__ __forceinline__ std::uint32_t multimem_load_add_s32(const std::uint32_t* p) { __builtin_trap(); }
+__device__ __forceinline__ std::uint64_t multimem_load_add_s64(const std::uint64_t* p) { __builtin_trap(); }
+__device__ __forceinline__ std::uint32_t multimem_load_min_s32(const std::uint32_t* p) { __builtin_trap(); }
+__device__ __forceinline__ std::uint64_t multimem_load_min_s64(const std::uint64_t* p) { __builtin_trap(); }
+__device__ __forceinline__ std::uint32_t multimem_load_max_s32(const std::uint32_t* p) { __builtin_trap(); }
+__device__ __forceinline__ std::uint64_t multimem_load_max_s64(const std::uint64_t* p) { __builtin_trap(); }
+__device__ __forceinline__ void multimem_store(uint4* p, uint4 v) { __builtin_trap(); }
+__device__ __forceinline__ void fence_alias() {}
+
 __device__ __forceinline__ void launch_next() { shim::let_next_launch_start(); }
 __device__ __forceinline__ void await_previous() { shim::wait_for_launch_before(); }
 

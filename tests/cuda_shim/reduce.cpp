@@ -7,6 +7,9 @@
 
 #include "cuda/reduce_flags.cu"
 #include "cuda/reduce_shares.cu"
+#ifdef SLOT_BYTES  // the switch instead of these
+#include "cuda/reduce_multimem.cu"
+#endif
 
 namespace {
 
@@ -60,7 +63,7 @@ Bits term(std::uint64_t key, std::uint32_t rank, std::uint64_t i) {
   if (!kFloats || !kReduces) return Bits(random);
   if (random % 97 == 0) return DTYPE == a2a::kFloat64 ? Bits(shim::bits(double(NAN))) : of_float(NAN);
   if (random % 89 == 0) return DTYPE == a2a::kFloat64 ? Bits(shim::bits(-0.0)) : of_float(-0.0f);
-  const double v = std::ldexp(double(random >> 40) / (1 << 24) - 0.5, int(random >> 8 & 15) - 10);
+  const double v = std::ldexp(double(random >> 40) / (1 << 24) - 0.5, int(random >> 8 & 31) - 20);
   return DTYPE == a2a::kFloat64 ? Bits(shim::bits(v)) : of_float(float(v));
 }
 
@@ -198,6 +201,12 @@ class Rank {
     a.count = c.count;
     a.shares = c.shares();
     a.digest = digest;
+#ifdef SLOT_BYTES
+    const std::uint64_t buffer = kStagingAt + a2a::align_up(sizeof(a2a::Meetings), 16);  // in the others' staging
+    static_assert(sizeof(a2a::Meetings) + 16 + kBlocks * SLOT_BYTES <= sizeof(Staging), "it fits");
+    d.launch(reduce_multimem, {blocks_, 64}, a2a::MultimemParams{a, buffer, std::uint64_t(d.window) + buffer});
+    return;
+#endif
     if (c.flags)
       d.launch(reduce_flags, {1 + d.own.below(kBlocks), 32 * (1 + d.own.below(2))}, a);
     else

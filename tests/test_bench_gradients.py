@@ -1,0 +1,67 @@
+"""`a2a bench gradients` as a user meets it: what it prints and writes, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from a2a.cli import hosts
+from cli_run import Here
+
+TINY = ("--device", "cpu", "--layers", "3", "--hidden", "32", "--tokens", "16", "--bucket-mb", "0.005", "--repeat", "3")
+
+
+def check_lines(text: str, ranks: int, across: bool) -> None:
+    lines = [json.loads(line) for line in text.splitlines()]
+    of = {line["impl"]: line for line in lines}
+    assert list(of) == ["compute", "a2a", "a2a_bf16", "a2a_fp8", "gloo"]
+    assert all(line["wrong"] == 0 and line["n"] == 3 and line["p50_us"] > 0 for line in lines)
+    assert all(line["bytes"] == 3 * 32 * 33 * 4 and line["ranks"] == ranks for line in lines)
+    sent = [of[name]["case"]["bytes_sent"] for name in ("a2a", "a2a_bf16", "a2a_fp8")]
+    assert sent == sorted(sent, reverse=True)
+    assert (sent[-1] > 0) == across
+    for name in ("a2a", "a2a_bf16", "a2a_fp8"):
+        case = of[name]["case"]
+        assert set(of[name]["ratio"]) == {"compute", "gloo"}
+        assert case["buckets"] > 1
+        assert case["alone_us"] > 0
+        assert case["exposed_us"] >= 0
+        assert case["hidden_us"] == pytest.approx(max(0.0, case["alone_us"] - case["exposed_us"]), abs=0.2)
+        assert case["slowdown"] > 0
+
+
+def test_bench_gradients_tells_hidden_and_exposed_time(here: Here) -> None:
+    told = here(
+        "bench", "gradients", *TINY, "--ranks", "4", "--topology", "cpu:2x2", "--wire", "bf16,fp8", "--json", "-"
+    )
+    assert told.returncode == 0, told.stderr
+    check_lines(told.stdout, 4, across=True)
+    for word in ("hidden us", "exposed us", "gloo / a2a", "2 x 2 cpu_host", "sent across"):
+        assert word in told.stderr
+
+
+@pytest.mark.skipif(hosts.why_not() is not None, reason=hosts.why_not() or "")
+def test_bench_gradients_on_two_hosts(here: Here) -> None:
+    told = here(
+        "bench", "gradients", *TINY, "--hosts", "2", "--ranks", "2", "--wire", "bf16,fp8", "--order", "cyclic",
+        "--json", "-",
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    check_lines(told.stdout, 2, across=True)
+    assert "2 hosts at 1000 Mbit/s" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("gradients", "--hosts", "2", "--topology", "cpu:2x2"), "leave --topology out"),
+        (("gradients", "--wire", "mxfp8"), "'mxfp8' is not one of bf16, fp8"),
+        (("gradients", "--plot", "x.png"), "no drawing of gradients"),
+        (("moe", "--topology", "cpu:2x2"), "--topology is for gradients"),
+    ],
+)
+def test_mistakes_are_explained(here: Here, words: tuple[str, ...], says: str) -> None:
+    told = here("bench", *words, "--device", "cpu")
+    assert told.returncode == 2
+    assert says in told.stderr
