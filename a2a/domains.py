@@ -38,6 +38,7 @@ import torch
 from a2a.errors import A2AError, InterruptedRankError, MismatchError, PeerTimeoutError, RowOverflowError
 from a2a.kernels.cpu import Cause
 from a2a.topology import Topology
+from a2a.topology.built_in import built_in
 from a2a.transport import candidates
 from a2a.transport.rail import WORD_BYTES, Rail, RailWork, torch_rails
 from a2a.work import Aside, Lane
@@ -380,6 +381,8 @@ def views(comm: Any) -> list[Any]:
             store=None,
             transport=next((t for t in candidates() if reasons[t.name] is None), None),
             why_no_transport=reasons,
+            deterministic=getattr(comm, "deterministic", True),
+            costs=built_in(inner),
         )
     return list(seen.values())
 

@@ -77,11 +77,11 @@ def _show(out: Any, plan: dict[str, Any]) -> None:
         out.print(
             f"{what}: [bold]{plan['algorithm']}[/bold], {plan['reason']}: {show.us_text(plan['time_us'])} us ({cost})"
         )
+    parts = [f"{part['primitive']} {show.us_text(part['us'])}" for part in plan["parts"] if part["us"]]
+    if parts:
+        out.print(f"  of which, us: {' + '.join(parts)}", markup=False)
     for remark in plan["remarks"]:
         out.print(f"  {remark}", markup=False)
-        parts = [f"{part['primitive']} {show.us_text(part['us'])}" for part in plan["parts"] if part["us"]]
-        if parts:
-            out.print(f"  of which, us: {' + '.join(parts)}", markup=False)
     for name, why in plan["rejected"]:
         out.print(f"  not {name}: {why}", markup=False)
     if plan["algorithm"] is None:
@@ -179,6 +179,7 @@ def _imagined(given: str) -> Any:
         world_size=topology.world_size,
         topology=topology,
         device_type=device_type,
+        deterministic=True,
         group=topology,  # anything but None: ranks of a job have one, and a store
         store=topology,
         why_not=lambda transport, part: not_one_domain(part) or (None if transport in fitting else "for other memory"),
