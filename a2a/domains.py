@@ -38,7 +38,6 @@ import torch
 from a2a.errors import A2AError, InterruptedRankError, MismatchError, PeerTimeoutError, RowOverflowError
 from a2a.kernels.cpu import Cause
 from a2a.topology import Topology
-from a2a.topology.built_in import built_in
 from a2a.transport import candidates
 from a2a.transport.rail import WORD_BYTES, Rail, RailWork, torch_rails
 from a2a.work import Aside, Lane
@@ -382,7 +381,7 @@ def views(comm: Any) -> list[Any]:
             transport=next((t for t in candidates() if reasons[t.name] is None), None),
             why_no_transport=reasons,
             deterministic=getattr(comm, "deterministic", True),
-            costs=built_in(inner),
+            costs=comm.costs,
         )
     return list(seen.values())
 
