@@ -46,7 +46,9 @@ HEADERS = "    if (blockIdx.x == 0) await_headers(a, wait, epoch);\n"
 
 def volatile(store: str) -> str:
     """The store of a signal without its order."""
-    return store.replace("ptx::store_release_sys(&", "const_cast<volatile std::uint32_t&>(").replace(", epoch);", ") = epoch;")
+    return store.replace("ptx::store_release_sys(&", "const_cast<volatile std::uint32_t&>(").replace(
+        ", epoch);", ") = epoch;"
+    )
 
 
 # Of the one-shot, and of packets.
