@@ -75,13 +75,14 @@ class Across(Algorithm):
         parts = [best(part_of(request, op, num_bytes), view) for op, num_bytes in self.parts(request, comm, view)]
         costs = [cost for _, cost in filter(None, parts)]
         crossing = self.crossing(request, comm, view)
+        inside = [part for cost in costs for part in cost.parts]
         return Cost(
             steps=sum(cost.steps for cost in costs),
             scale_up_bytes=sum(cost.scale_up_bytes for cost in costs),
             scale_out_bytes=crossing,
             copied_bytes=sum(cost.copied_bytes for cost in costs) + 3 * crossing,  # as the engine's own ops
             rail_steps=self.rail_steps,
-            parts=with_copies([part for cost in costs for part in cost.parts], crossing) if all(cost.parts for cost in costs) else (),
+            parts=with_copies(inside, crossing) if all(cost.parts for cost in costs) else (),
         )
 
     @abstractmethod
