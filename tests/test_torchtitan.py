@@ -19,7 +19,7 @@ from a2a_world import A2AWorld
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None,
-    reason="needs TorchTitan: pip install 'a2a[trainers]', or .ci/trainers",
+    reason="needs TorchTitan: pip install 'a2a[trainers]', or .ci/torchtitan",
 )
 
 BATCH = 3
@@ -70,8 +70,8 @@ def layer_is_that_of_one_process(how: str, compiled: bool) -> None:
     reference, x_all = titan.moe_layer([titan.FLOAT32], None), x.clone().requires_grad_()
     y_all = reference(x_all)
     y_all.backward(grad)
-    if how == "enable":
-        torchtitan.enable()
+    if how == "install":
+        torchtitan.install()
     try:
         overrides = [titan.FLOAT32, *([titan.A2A] if how == "override" else [])]
         layer, x_here = titan.moe_layer(overrides, titan.parallel_dims()), x[here].clone().requires_grad_()
@@ -80,7 +80,7 @@ def layer_is_that_of_one_process(how: str, compiled: bool) -> None:
             y = forward(x_here)
             y.backward(grad[here])
     finally:
-        torchtitan.disable()
+        torchtitan.uninstall()
         torch._dynamo.reset()
     torch.testing.assert_close(y, y_all[here], **TOLERANCE)
     torch.testing.assert_close(x_here.grad, x_all.grad[here], **TOLERANCE)
@@ -94,7 +94,7 @@ def layer_is_that_of_one_process(how: str, compiled: bool) -> None:
         torch.testing.assert_close(got, wanted, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("how", ["override", "enable", "stock"])
+@pytest.mark.parametrize("how", ["override", "install", "stock"])
 def test_the_layer_is_that_of_one_process(two: A2AWorld, how: str) -> None:
     two.run(layer_is_that_of_one_process, backend="gloo", how=how, compiled=False, deadline_s=DEADLINE_S)
 
@@ -103,7 +103,7 @@ def test_the_layer_on_four_ranks_and_backend_a2a(four: A2AWorld) -> None:
     four.run(layer_is_that_of_one_process, how="override", compiled=False, deadline_s=DEADLINE_S)
 
 
-@pytest.mark.parametrize("how", ["override", "enable"])
+@pytest.mark.parametrize("how", ["override", "install"])
 def test_the_compiled_layer_is_that_of_one_process(two: A2AWorld, how: str) -> None:
     two.run(layer_is_that_of_one_process, how=how, compiled=True, deadline_s=DEADLINE_S)
 
@@ -185,10 +185,10 @@ def nothing_changes_unasked() -> None:
     dispatcher = titan.model_config().layers[1].moe.routed_experts.token_dispatcher
     assert type(dispatcher) is Own.Config
     assert type(dispatcher.build()) is Own
-    torchtitan.enable()
-    torchtitan.enable()
+    torchtitan.install()
+    torchtitan.install()
     assert (Own.dispatch, Own.combine) != methods
-    torchtitan.disable()
+    torchtitan.uninstall()
     assert (Own.dispatch, Own.combine) == methods
     replaced = titan.model_config([(titan.A2A, {"max_tokens": 64})]).layers[1].moe.routed_experts.token_dispatcher
     assert type(replaced) is torchtitan.TokenDispatcher.Config
@@ -217,7 +217,7 @@ def says_what_it_replaces() -> None:
         known = importlib.metadata.version
         importlib.metadata.version = lambda name: "0.9.1" if name == "torchtitan" else known(name)
         try:
-            for refused in (torchtitan.enable, lambda: titan.model_config([titan.A2A])):
+            for refused in (torchtitan.install, lambda: titan.model_config([titan.A2A])):
                 with pytest.raises(
                     a2a.UnsupportedError, match=r"TorchTitan 0\.9\.1 is installed, and a2a knows 0\.3\.0"
                 ):

@@ -229,6 +229,8 @@ def _usage(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     collectives = sum(comm["collectives"] or 0 for comm in comms)
     applied = sorted({name for record in records for name in record["integrations"]})
     yield f"a2a ran {collectives} collectives" + (f", with {', '.join(applied)}" if applied else "")
+    for reason in sorted({reason for record in records for reason in record["refused"]}):
+        yield f"without {reason}"
     if not collectives:
         yield "a2a had nothing to do: no call of the five collectives that it patches, and no trainer that it knows"
     for reason in sorted({str(reason) for comm in comms if not comm["transport"] for reason in [comm["reasons"]]}):
