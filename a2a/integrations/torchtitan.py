@@ -17,6 +17,9 @@ Decisions:
 * **Only the versions in `VERSIONS` are replaced**: the dispatcher is an internal of TorchTitan's, whose arguments changed
   from release to release.
 * **Dispatchers derived from it** (torchao's, which pads for quantised experts) keep what they have.
+
+Limits: `debug.spmd_typechecking` does not know a2a's ops. Layers on several streams at once (DualPipe's overlap) follow one
+another, since they share a communicator.
 """
 
 from __future__ import annotations
