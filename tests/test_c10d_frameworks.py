@@ -57,6 +57,7 @@ def check_every_functional() -> None:
         same(got + 0, torch.full_like(mine, factor * ranks.sum().item()))
     for got, factor in zip(funcol.all_gather_into_tensor_coalesced([mine, 2 * mine], world), (1, 2), strict=True):
         same(got + 0, factor * every)
+    assert served() == before + 9  # lists count one by one; the broadcast is gloo's
 
 
 def check_functional_gradients() -> None:
