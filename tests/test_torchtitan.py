@@ -27,6 +27,16 @@ DEADLINE_S = 300.0  # a rank imports TorchTitan once, and some compile: that tak
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
+def load() -> None:
+    """Import TorchTitan, which takes every rank seconds of its own: nobody shall wait for it inside a collective."""
+    import titan_model  # noqa: F401
+
+
+def run(world: A2AWorld, check: Any, **kwargs: Any) -> list[Any]:
+    world.run(load, deadline_s=DEADLINE_S)
+    return world.run(check, deadline_s=DEADLINE_S, **kwargs)
+
+
 @contextlib.contextmanager
 def served(passes: int) -> Iterator[None]:
     """a2a runs so many forward and backward passes of a layer inside, no more and no less."""
@@ -96,16 +106,16 @@ def layer_is_that_of_one_process(how: str, compiled: bool) -> None:
 
 @pytest.mark.parametrize("how", ["override", "install", "stock"])
 def test_the_layer_is_that_of_one_process(two: A2AWorld, how: str) -> None:
-    two.run(layer_is_that_of_one_process, backend="gloo", how=how, compiled=False, deadline_s=DEADLINE_S)
+    run(two, layer_is_that_of_one_process, backend="gloo", how=how, compiled=False)
 
 
 def test_the_layer_on_four_ranks_and_backend_a2a(four: A2AWorld) -> None:
-    four.run(layer_is_that_of_one_process, how="override", compiled=False, deadline_s=DEADLINE_S)
+    run(four, layer_is_that_of_one_process, how="override", compiled=False)
 
 
 @pytest.mark.parametrize("how", ["override", "install"])
 def test_the_compiled_layer_is_that_of_one_process(two: A2AWorld, how: str) -> None:
-    two.run(layer_is_that_of_one_process, how=how, compiled=True, deadline_s=DEADLINE_S)
+    run(two, layer_is_that_of_one_process, how=how, compiled=True)
 
 
 def rows_have_torchtitans_bits() -> None:
@@ -131,7 +141,7 @@ def rows_have_torchtitans_bits() -> None:
 
 
 def test_experts_get_the_bits_that_torchtitans_dispatcher_gives_them(two: A2AWorld) -> None:
-    two.run(rows_have_torchtitans_bits, deadline_s=DEADLINE_S)
+    run(two, rows_have_torchtitans_bits)
 
 
 def trained_alike(steps: int, replicas: int, compiled: bool) -> None:
@@ -146,16 +156,16 @@ def trained_alike(steps: int, replicas: int, compiled: bool) -> None:
 
 
 def test_ten_steps_with_fsdp_have_the_same_losses(two: A2AWorld) -> None:
-    two.run(trained_alike, steps=10, replicas=1, compiled=False, deadline_s=DEADLINE_S)
+    run(two, trained_alike, steps=10, replicas=1, compiled=False)
 
 
 def test_steps_with_hsdp_have_the_same_losses(four: A2AWorld) -> None:
     """Two replicas of two ranks: gradients are reduced among the ranks of a replica and between the replicas."""
-    four.run(trained_alike, steps=4, replicas=2, compiled=False, deadline_s=DEADLINE_S)
+    run(four, trained_alike, steps=4, replicas=2, compiled=False)
 
 
 def test_compiled_steps_have_the_same_losses(two: A2AWorld) -> None:
-    two.run(trained_alike, steps=3, replicas=1, compiled=True, deadline_s=DEADLINE_S)
+    run(two, trained_alike, steps=3, replicas=1, compiled=True)
 
 
 def number_of_tokens_may_grow() -> list[int]:
@@ -173,7 +183,7 @@ def number_of_tokens_may_grow() -> list[int]:
 
 
 def test_more_tokens_make_a_larger_instance_and_options_reach_it(two: A2AWorld) -> None:
-    assert two.run(number_of_tokens_may_grow, deadline_s=DEADLINE_S) == [[1, 2], [1, 2]]
+    assert run(two, number_of_tokens_may_grow) == [[1, 2], [1, 2]]
 
 
 def nothing_changes_unasked() -> None:
@@ -197,7 +207,7 @@ def nothing_changes_unasked() -> None:
 
 
 def test_without_the_override_torchtitan_is_as_it_was(two: A2AWorld) -> None:
-    two.run(nothing_changes_unasked, deadline_s=DEADLINE_S)
+    run(two, nothing_changes_unasked)
 
 
 def says_what_it_replaces() -> None:
@@ -230,4 +240,4 @@ def says_what_it_replaces() -> None:
 
 
 def test_it_says_what_it_replaces_and_refuses_versions_that_it_does_not_know(two: A2AWorld) -> None:
-    two.run(says_what_it_replaces, deadline_s=DEADLINE_S)
+    run(two, says_what_it_replaces)

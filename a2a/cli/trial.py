@@ -180,9 +180,8 @@ def _show(
 ) -> None:
     out = show.console()
     ranks = len(records[RUNS[0]])
-    out.print(
-        f"[bold]{' '.join(request.command)}[/bold], {request.steps} steps, {ranks} ranks with a loss or optimizer\n"
-    )
+    out.print(" ".join(request.command), style="bold", markup=False)
+    out.print(f"{request.steps} steps of {ranks} rank{'s' if ranks > 1 else ''}\n")
     rows = []
     for name in RUNS:
         figures = summary(records[name], request.warm_up)
@@ -197,7 +196,7 @@ def _show(
     for line in _verdict(noise, difference):
         out.print(line)
     for line in _usage(records[RUNS[-1]]):
-        out.print(line, markup=False)
+        out.print(line, markup=False, soft_wrap=True)
     late = late_peers(records[RUNS[-1]])
     if late:
         out.print()
