@@ -281,14 +281,14 @@ class Recorder:
 def capturing() -> bool:
     import torch
 
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def place() -> tuple[int, int]:
     """(rank, number of ranks) of this process."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():  # type: ignore[no-untyped-call]
+    if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 

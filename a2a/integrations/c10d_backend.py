@@ -215,7 +215,7 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:  # type: ignore[override]
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """As `ProcessGroup.allreduce_coalesced`, one tensor after the other."""
         reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
         comm = self._reducing("all_reduce", reduce_op, tensors)
@@ -237,7 +237,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         pairs = zip(outputs, inputs, strict=True)
         return self._run_each(opts, all_gather_into_tensor, [(output, input, comm) for output, input in pairs])
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # as above
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -253,7 +253,7 @@ class A2AProcessGroup(dist.ProcessGroup):
             opts, reduce_scatter_tensor, [(output, input, reduce_op, comm) for output, input in pairs]
         )
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
 
     def _native(self, names: Sequence[str], *args: Any) -> Work:
         """Call the first method of these names that this torch has, on the inner group."""
