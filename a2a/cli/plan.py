@@ -184,13 +184,11 @@ def _imagined(given: str) -> Any:
         topology=topology,
         deterministic=True,
         device_type=device_type,
-        deterministic=True,
         group=topology,  # anything but None: ranks of a job have one, and a store
         store=topology,
         why_not=lambda transport, part: not_one_domain(part) or (None if transport in fitting else "for other memory"),
         transport=None if apart else next(iter(fitting), None),
         why_no_transport={transport.name: apart or "" for transport in fitting},
-        deterministic=True,
         costs=replace(built_in(topology), source=f"{_kind(given)} {given}: {built_in(topology).source}"),
     )
 
