@@ -378,10 +378,10 @@ def views(comm: Any) -> list[Any]:
             device_type=comm.device_type,
             group=None,
             store=None,
-            costs=comm.costs,
-            deterministic=True,
             transport=next((t for t in candidates() if reasons[t.name] is None), None),
             why_no_transport=reasons,
+            deterministic=getattr(comm, "deterministic", True),
+            costs=comm.costs,
         )
     return list(seen.values())
 
