@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -393,7 +394,9 @@ def _torch_rail(
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "").strip().rstrip(".") or type(error).__name__
+    """What an engine says, without where in its source, and without its guesses."""
+    line = next(iter(str(error).splitlines()), "").split(". This is typically")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).strip().rstrip(".") or type(error).__name__
 
 
 __all__ = ["LEG", "WORD_BYTES", "GlooRail", "NcclRail", "Rail", "RailWork", "torch_rails"]
