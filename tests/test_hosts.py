@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -142,3 +143,17 @@ def test_who_may_not_make_hosts_is_told_why() -> None:
         os.setuid(65534)
         os._exit(7 if "root" in (why_not() or "") else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_bench_times_a_moe_layer_against_a_flat_one(here: Any) -> None:
+    told = here(
+        "bench", "moe", "--device", "cpu", "--hosts", "2", "--ranks", "4", "--order", "cyclic", "--tokens", "32", "--hidden",
+        "256", "--experts", "16", "--top-k", "8", "--dtype", "bf16", "--repeat", "3", "--json", "-",
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    lines = [json.loads(text) for text in told.stdout.splitlines()]
+    assert {line["impl"] for line in lines} == {"a2a", "gloo", "copies"}
+    assert {line["algorithm"] for line in lines if line["impl"] == "a2a"} == {"hierarchical"}
+    assert all(
+        line["wrong"] == 0 and line["case"]["hosts"] == 2 and line["case"]["order"] == "cyclic" for line in lines
+    )

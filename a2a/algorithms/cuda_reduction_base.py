@@ -265,5 +265,6 @@ class CudaShares(CudaReduction):
     kernel: ClassVar[str] = "reduce_shares"
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
-        remote = self.remote_bytes(request, comm)
-        return self._cost(4, remote)
+        # Headers, then progress; in an all-reduce loads and stores follow each other in between.
+        steps = 3 if self.op == "all_reduce" else 2
+        return self._cost(steps, self.remote_bytes(request, comm))

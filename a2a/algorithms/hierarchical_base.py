@@ -19,14 +19,14 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from a2a import algorithms
-from a2a.algorithms.base import Algorithm, Cost, Request
+from a2a.algorithms.base import Algorithm, Cost, Part, Request
 from a2a.algorithms.reduction_base import Reduction
 from a2a.domains import Agreement, Asked, views
 from a2a.work import Work
@@ -75,12 +75,14 @@ class Across(Algorithm):
         parts = [best(part_of(request, op, num_bytes), view) for op, num_bytes in self.parts(request, comm, view)]
         costs = [cost for _, cost in filter(None, parts)]
         crossing = self.crossing(request, comm, view)
+        inside = [part for cost in costs for part in cost.parts]
         return Cost(
             steps=sum(cost.steps for cost in costs),
             scale_up_bytes=sum(cost.scale_up_bytes for cost in costs),
             scale_out_bytes=crossing,
             copied_bytes=sum(cost.copied_bytes for cost in costs) + 3 * crossing,  # as the engine's own ops
             rail_steps=self.rail_steps,
+            parts=with_copies(inside, crossing) if all(cost.parts for cost in costs) else (),
         )
 
     @abstractmethod
@@ -92,6 +94,11 @@ class Across(Algorithm):
         """Bytes that a rank of the domain sends over its rails."""
 
 
+def with_copies(parts: Iterable[Part], crossing: int) -> tuple[Part, ...]:
+    """A domain's parts, and what the rails' bytes are copied: packed, received and merged."""
+    return (*parts, Part("copy", crossing, times=3.0))
+
+
 def best(request: Request, inner: Any) -> tuple[Algorithm, Cost] | None:
     """The algorithm of least modelled time that supports `request` inside a domain, with its cost."""
     able = [(a, a.cost(request, inner)) for a in _of(request.op) if a.unsupported(request, inner) is None]
@@ -99,7 +106,9 @@ def best(request: Request, inner: Any) -> tuple[Algorithm, Cost] | None:
 
 
 def _of(op: str) -> list[Algorithm]:
-    return [a for a in algorithms.candidates() if a.op == op and not isinstance(a, Across)]
+    """What may run inside a domain: nothing whose sums have no fixed order."""
+    known = algorithms.candidates()
+    return [a for a in known if a.op == op and a.deterministic and not isinstance(a, Across)]
 
 
 def part_of(request: Request, op: str, num_bytes: int) -> Request:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from a2a.algorithms.base import Cost, Request
-from a2a.algorithms.hierarchical_base import Across, best
+from a2a.algorithms.hierarchical_base import Across, best, with_copies
 from a2a.algorithms.moe_base import Dispatched, Moe, MoeExchange, MoeSpec, Origins, Payload
 from a2a.algorithms.moe_crossing import Crossers, Crossing, Packing
 from a2a.algorithms.moe_rails import Head, Key, Legs, Places
@@ -71,6 +71,7 @@ class MoeHierarchical(Across, Moe):
             scale_out_bytes=crossing,
             copied_bytes=inside.copied_bytes + 3 * crossing,  # packed, received, and merged
             rail_steps=self.rail_steps,
+            parts=with_copies(inside.parts, crossing) if inside.parts else (),
         )
 
     def parts(self, request: Request, comm: Communicator, view: Any) -> list[tuple[str, int]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.cuda_reduction_base import COLLECTIVES, CudaReduction, CudaShares, Params, Prepared, cut
 from a2a.config import config
 from a2a.errors import UnsupportedError
@@ -80,7 +80,8 @@ class MultimemReduction(CudaReduction):
     def cost(self, request: Request, comm: Communicator) -> Cost:
         size = self.shares(request.num_bytes, comm.world_size)[0]
         moved = size if self.op == "reduce_scatter" else 2 * size // comm.world_size + size // 4
-        return Cost(steps=4, scale_up_bytes=moved, copied_bytes=moved, sms=_BLOCKS)
+        parts = (Part("launch"), Part("signal", times=4), Part("push", moved))
+        return Cost(steps=4, scale_up_bytes=moved, copied_bytes=moved, sms=_BLOCKS, parts=parts)
 
     def launch_of(self, whole: int, share: int) -> tuple[int, int]:
         slices = -(-whole // _SLOT_BYTES)

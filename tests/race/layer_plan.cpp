@@ -1,6 +1,8 @@
 // See layer_plan.h.
 #include "layer_plan.h"
 
+#include <algorithm>
+
 namespace race {
 
 float small(std::uint64_t key, std::uint32_t column) {
@@ -31,6 +33,12 @@ Shape::Shape(Random& plan, std::uint32_t ranks, std::size_t number) {
   const bool scattered = plan.one_in(2);
   for (std::uint32_t e = 0; e < experts; e++)
     owner.push_back(std::int32_t(scattered ? plan.below(ranks) : e * ranks / experts));
+  parts = plan.one_in(2) ? 1 : 1 + plan.below(3);
+  for (std::uint32_t i = 0; i < ranks * parts; i++)
+    source.push_back(parts == 1 ? std::int32_t(i) : std::int32_t(7 * i));
+  for (std::uint32_t i = ranks * parts; parts > 1 && i-- > 1;) std::swap(source[i], source[plan.below(i + 1)]);
+  for (std::uint32_t i = 0; parts > 1 && i < ranks * parts; i++)
+    if (i % parts && plan.one_in(4)) source[i] = -1;
 }
 
 void Shape::store(std::uint8_t* out, const std::vector<float>& values) const {
@@ -75,31 +83,61 @@ Plan::Plan(const Shape& shape, std::uint32_t ranks, std::uint64_t k)
     position.emplace_back(n * shape.top_k, -1);
     for (auto& id : ids.back())
       id = random.one_in(9) ? -1 : std::int32_t(skewed && !random.one_in(4) ? favourite : random.below(shape.experts));
+    std::uint32_t at = 0;
+    for (std::uint32_t i = 0; i < shape.parts; i++) {  // what the last parts leave is the first one's
+      cut.push_back(at);
+      const std::uint32_t left = n - at, some = i == 0 ? left - left / 2 : random.below(left + 1);
+      at += shape.parts == 1 ? n : shape.source[s * shape.parts + i] < 0 ? 0 : some;
+    }
+    for (std::uint32_t i = 1; i < shape.parts; i++) cut[cut.size() - i] += n - at;
+    cut.push_back(n);
   }
+  std::vector<std::uint32_t> order;  // (rank, part) by source
+  for (std::uint32_t i = 0; i < ranks * shape.parts; i++)
+    if (shape.source[i] >= 0) order.push_back(i);
+  std::sort(order.begin(), order.end(),
+            [&](std::uint32_t a, std::uint32_t b) { return shape.source[a] < shape.source[b]; });
+  auto each = [&](const auto& act) {  // every (rank, token, k) in the order of sources
+    for (std::uint32_t place : order) {
+      const std::uint32_t s = place / shape.parts, at = s * (shape.parts + 1) + place % shape.parts;
+      for (std::size_t i = std::size_t(cut[at]) * shape.top_k; i < std::size_t(cut[at + 1]) * shape.top_k; i++)
+        act(s, i);
+    }
+  };
   for (std::uint32_t r = 0; r < ranks; r++) {
     for (std::uint32_t e = 0; e < shape.experts; e++) {
       if (shape.owner[e] != std::int32_t(r)) continue;
       std::int64_t row = padded[r];
-      for (std::uint32_t s = 0; s < ranks; s++)
-        for (std::size_t i = 0; i < ids[s].size(); i++) {
-          if (ids[s][i] != std::int32_t(e)) continue;
-          const bool drop = shape.limit >= 0 && row >= shape.limit;
-          position[s][i] = drop ? -1 : row;
-          dropped[r] += drop;
-          row++;
-        }
+      each([&](std::uint32_t s, std::size_t i) {
+        if (ids[s][i] != std::int32_t(e)) return;
+        const bool drop = shape.limit >= 0 && row >= shape.limit;
+        position[s][i] = drop ? -1 : row;
+        dropped[r] += drop;
+        row++;
+      });
       true_rows[e] = row - padded[r];
       rows[r] += true_rows[e];
       padded[r] += shape.pad(true_rows[e]);
       end[e] = padded[r];
     }
     compact.emplace_back(all, -1);
-    for (std::uint32_t s = 0; s < ranks; s++)
-      for (std::size_t i = 0; i < ids[s].size(); i++) {
-        std::int64_t& at = compact[r][first[s] + i / shape.top_k];
-        if (ids[s][i] >= 0 && shape.owner[ids[s][i]] == std::int32_t(r) && at < 0) at = distinct[r]++;
-      }
+    each([&](std::uint32_t s, std::size_t i) {
+      std::int64_t& at = compact[r][first[s] + i / shape.top_k];
+      if (ids[s][i] >= 0 && shape.owner[std::size_t(ids[s][i])] == std::int32_t(r) && at < 0) at = distinct[r]++;
+    });
   }
+}
+
+std::uint32_t Plan::part_of(const Shape& shape, std::uint32_t rank, std::uint32_t token) const {
+  std::uint32_t part = 0;
+  while (token >= cut[rank * (shape.parts + 1) + part + 1]) part++;
+  return part;
+}
+
+std::int32_t Plan::number(const Shape& shape, std::uint32_t rank, std::uint32_t token) const {
+  const std::uint32_t part = part_of(shape, rank, token);
+  const auto at = std::int32_t(token - cut[rank * (shape.parts + 1) + part]);
+  return part == 0 ? at : 2 * at + 1;
 }
 
 }  // namespace race

@@ -18,6 +18,8 @@ struct Shape {
   bool rows_wire, compact;
   std::int64_t limit;  // max_rows, or -1
   std::vector<std::int32_t> owner;
+  std::uint32_t parts;               // each rank brings tokens of so many sources; 1: its own alone
+  std::vector<std::int32_t> source;  // [ranks][parts], -1: none
 
   std::size_t element() const { return dtype == kFloat32 ? 4 : 2; }
   std::size_t row_bytes() const { return hidden * element(); }
@@ -42,8 +44,11 @@ struct Plan {
   std::vector<std::int64_t> padded, rows, distinct, dropped;
   std::vector<std::int64_t> true_rows, end;  // of each expert
   std::vector<std::uint32_t> first;          // all tokens: where each rank's begin
+  std::vector<std::uint32_t> cut;            // [ranks][parts + 1]: a rank's tokens: where each part begins
 
   Plan(const Shape& shape, std::uint32_t ranks, std::uint64_t key);
+  std::uint32_t part_of(const Shape& shape, std::uint32_t rank, std::uint32_t token) const;
+  std::int32_t number(const Shape& shape, std::uint32_t rank, std::uint32_t token) const;  // what its source calls it
 };
 
 }  // namespace race

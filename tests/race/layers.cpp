@@ -23,11 +23,16 @@ struct Layers::Layer {
   std::unique_ptr<Plan> plan;
   std::int64_t capacity = 0;
   std::vector<float> weights;
-  std::vector<std::int32_t> rank, token, k, index, offsets;
+  std::vector<std::int32_t> rank, token, k, index, offsets;  // rank and token: who brought the row, and its place there
+  // What this rank brings, each part in memory of its own
+  std::vector<std::vector<std::uint8_t>> part_rows, part_scales;
+  std::vector<std::vector<std::int32_t>> part_numbers;
+  std::vector<a2a_moe_part> parts;
 
   Layer(Rank& r_, std::size_t number) : r(r_), shape(r_.plan, r_.ranks, number), counts_at(number * kCountsBytes) {
     moe = a2a_moe_create(r.c, shape.experts, shape.top_k, shape.hidden, shape.max_tokens, shape.dtype, shape.alignment,
                          shape.wire, shape.wire_combine, shape.owner.data(), World::moe_address(counts_at));
+    if (shape.parts > 1) a2a_moe_sources(moe, shape.parts, shape.source.data());
     for (std::uint32_t i = 0; i < 4; i++)
       request[i] = std::uint32_t(a2a_request(r.c, kDigest + 4 * number + i, 0, "a layer"));
   }
@@ -70,6 +75,31 @@ struct Layers::Layer {
     return scales;
   }
 
+  // Bring these tokens; of one part, the arguments say where they lie.
+  void bring(const std::vector<std::uint8_t>& x, const std::vector<std::uint8_t>* x_scales) {
+    a2a_moe_bring(moe, nullptr);
+    if (shape.parts == 1) return;
+    const std::size_t row = x_scales ? shape.hidden : shape.row_bytes(), scales = shape.blocks() * shape.scale_bytes();
+    part_rows.clear(), part_scales.clear(), part_numbers.clear(), parts.clear();
+    for (std::uint32_t i = 0; i < shape.parts; i++) {
+      const std::uint32_t* cut = &plan->cut[r.rank * (shape.parts + 1) + i];
+      auto piece = [&](const std::vector<std::uint8_t>& of, std::size_t bytes) {
+        std::vector<std::uint8_t> own(of.begin() + std::ptrdiff_t(cut[0] * bytes),
+                                      of.begin() + std::ptrdiff_t(cut[1] * bytes));
+        own.reserve(1);  // an address, also of nothing
+        return own;
+      };
+      part_rows.push_back(piece(x, row));
+      part_scales.push_back(x_scales ? piece(*x_scales, scales) : std::vector<std::uint8_t>());
+      part_numbers.emplace_back();
+      for (std::uint32_t t = cut[0]; t < cut[1]; t++) part_numbers.back().push_back(plan->number(shape, r.rank, t));
+    }
+    for (std::uint32_t i = 0; i < shape.parts; i++)
+      parts.push_back({part_rows[i].data(), x_scales ? part_scales[i].data() : nullptr,
+                       i ? part_numbers[i].data() : nullptr, std::uint32_t(part_numbers[i].size()), 0});
+    a2a_moe_bring(moe, parts.data());
+  }
+
   void dispatch(std::uint64_t key, std::uint32_t refuser) {
     plan = std::make_unique<Plan>(shape, r.ranks, key);
     const std::uint32_t n = plan->tokens[r.rank], K = shape.top_k;
@@ -80,6 +110,10 @@ struct Layers::Layer {
     std::vector<std::int64_t> result(3 + shape.experts);
     const bool direct = shape.wire == kNoWire && !shape.compact && r.own.one_in(2);
     const std::size_t pool_at = 4 * kCountsBytes;
+    std::vector<std::uint8_t> x_scales;
+    const bool quantised = shape.wire && r.own.one_in(2);
+    const std::vector<std::uint8_t> x = tokens(1, quantised ? &x_scales : nullptr);
+    bring(x, quantised ? &x_scales : nullptr);
     if (refuser == r.rank) {
       if (n) {  // an id out of range is found before anything is posted
         std::vector<std::int32_t> bad = ids;
@@ -107,20 +141,34 @@ struct Layers::Layer {
     capacity = shape.limit >= 0 ? shape.limit : plan->padded[r.rank];
     const std::int64_t height = shape.compact ? plan->distinct[r.rank] : capacity;
     const std::size_t row_size = shape.rows_wire ? shape.hidden : shape.row_bytes();
-    std::vector<std::uint8_t> own_rows(direct ? 0 : std::size_t(height) * row_size), scales(ones(height)), x_scales;
+    std::vector<std::uint8_t> own_rows(direct ? 0 : std::size_t(height) * row_size), scales(ones(height));
     std::uint8_t* rows = direct ? r.world.moe_memory(r.rank) + pool_at : own_rows.data();
     std::fill(scales.begin(), scales.end(), std::uint8_t(0xee));
     weights.assign(std::size_t(capacity), -1);
     for (auto* v : {&rank, &token, &k, &index}) v->assign(std::size_t(capacity), -7);
     offsets.assign(local, -7);
     std::int32_t overflow = -7;
-    const bool quantised = shape.wire && r.own.one_in(2);
-    const std::vector<std::uint8_t> x = tokens(1, quantised ? &x_scales : nullptr);
+    std::vector<std::int32_t> source(std::size_t(capacity), -7), number(std::size_t(capacity), -7);
+    const bool brings = shape.parts > 1;
     std::vector<float> w;
     for (std::uint32_t i = 0; i < n * K; i++) w.push_back(weight(r.rank, i / K, i % K));
-    const a2a_moe_rows out = {rows,     scales.data(), weights.data(),  rank.data(),   token.data(),
-                              k.data(), index.data(),  offsets.data(),  &overflow,     capacity,
-                              height,   shape.limit,   shape.rows_wire, shape.compact, direct};
+    const a2a_moe_rows out = {rows,
+                              scales.data(),
+                              weights.data(),
+                              brings ? source.data() : rank.data(),
+                              brings ? number.data() : token.data(),
+                              k.data(),
+                              index.data(),
+                              offsets.data(),
+                              &overflow,
+                              capacity,
+                              height,
+                              shape.limit,
+                              shape.rows_wire,
+                              shape.compact,
+                              direct,
+                              brings ? rank.data() : nullptr,
+                              brings ? token.data() : nullptr};
     r.expect("the result of dispatch",
              a2a_moe_dispatch(moe, x.data(), quantised ? x_scales.data() : nullptr, ids_pointer, use_wide ? 8 : 4,
                               given_weights() ? w.data() : nullptr, n, &out),
@@ -130,6 +178,13 @@ struct Layers::Layer {
     for (std::uint32_t e = 0; e < shape.experts; e++)
       if (mine(std::int32_t(e))) r.expect("the end of an expert", offsets[local++], std::min(plan->end[e], capacity));
     check_rows(rows, scales);
+    for (std::size_t row = 0; brings && row < std::size_t(capacity); row++) {
+      const bool filled = rank[row] >= 0;
+      const auto s = std::uint32_t(rank[row]), t = std::uint32_t(token[row]);
+      r.expect("the source of a row", source[row],
+               filled ? shape.source[s * shape.parts + plan->part_of(shape, s, t)] : -1);
+      r.expect("its number there", number[row], filled ? plan->number(shape, s, t) : -1);
+    }
     if (direct && capacity)
       std::memset(rows, 0xee, std::size_t(capacity) * row_size);  // the tensor dies, its memory goes to the next
   }
@@ -264,7 +319,10 @@ struct Layers::Layer {
   }
 
   void spread(std::uint64_t salt, bool weighted, std::uint32_t refuser) {
-    const std::vector<std::uint8_t> g = tokens(salt, nullptr), rows = expert_rows(salt + 1);
+    std::vector<std::uint8_t> g_scales;
+    const bool quantised = shape.parts > 1 && shape.wire && r.own.one_in(2);
+    const std::vector<std::uint8_t> g = tokens(salt, quantised ? &g_scales : nullptr), rows = expert_rows(salt + 1);
+    bring(g, quantised ? &g_scales : nullptr);
     std::vector<std::uint8_t> grad_rows(std::size_t(capacity) * shape.row_bytes() + 1, 0xee);
     std::vector<float> dots(std::size_t(capacity) + 1, -9);
     const bool dotted = r.own.one_in(2);
