@@ -77,11 +77,11 @@ def _show(out: Any, plan: dict[str, Any]) -> None:
         out.print(
             f"{what}: [bold]{plan['algorithm']}[/bold], {plan['reason']}: {show.us_text(plan['time_us'])} us ({cost})"
         )
-    for remark in plan["remarks"]:
-        out.print(f"  {remark}", markup=False)
         parts = [f"{part['primitive']} {show.us_text(part['us'])}" for part in plan["parts"] if part["us"]]
         if parts:
             out.print(f"  of which, us: {' + '.join(parts)}", markup=False)
+    for remark in plan["remarks"]:
+        out.print(f"  {remark}", markup=False)
     for name, why in plan["rejected"]:
         out.print(f"  not {name}: {why}", markup=False)
     if plan["algorithm"] is None:
