@@ -24,8 +24,9 @@ from a2a.algorithms.reduction_base import DTYPES
 from a2a.clocks import Clock
 from a2a.kernels import cpu
 from a2a.measure import Contender, Control, alternate, cpu_name, percentile
+from a2a.ops import all_to_all_single
 from a2a.primitives import PROGRAMS, Bench, Program, local_sum
-from a2a.reductions import all_reduce
+from a2a.reductions import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from a2a.topology.costs import Costs, Curve
 
 if TYPE_CHECKING:
@@ -143,18 +144,24 @@ def timed(
 
 
 def _signals(comm: Communicator, control: Control, repeat: int | None) -> dict[str, float]:
-    """A round of signals in C, and a collective of a few bytes from Python."""
+    """A round of signals in C, and collectives of a few bytes from Python."""
     request = comm.require_transport("calibrate").request("calibrate", 0, "calibrate")
-    library, tensor = cpu.lib(), torch.zeros(1)
+    library, few, share = cpu.lib(), torch.zeros(comm.world_size), torch.zeros(1)
+    other = torch.zeros(comm.world_size)
 
     def rounds() -> None:
         for _ in range(SIGNALS_AT_ONCE):
             library.a2a_barrier(comm.handle, request)
 
-    runs: dict[str, Callable[[], object]] = {"signal": rounds, "call": lambda: all_reduce(tensor, group=comm)}
-    us = timed(runs, control, budget_s=4 * BUDGET_S, repeat=repeat)
-    signal = us["signal"] / SIGNALS_AT_ONCE
-    return {"signal": signal, "call": max(us["call"], signal)}
+    runs: dict[str, Callable[[], object]] = {
+        "signal": rounds,
+        "call_all_to_all": lambda: all_to_all_single(other, few, group=comm),
+        "call_all_reduce": lambda: all_reduce(few, group=comm),
+        "call_reduce_scatter": lambda: reduce_scatter_tensor(share, few, group=comm),
+        "call_all_gather": lambda: all_gather_into_tensor(few, share, group=comm),
+    }
+    us = timed(runs, control, budget_s=8 * BUDGET_S, repeat=repeat)
+    return {**us, "signal": us["signal"] / SIGNALS_AT_ONCE}
 
 
 def _primitives(bench: Bench, size: int) -> dict[str, Program]:

@@ -380,6 +380,7 @@ def views(comm: Any) -> list[Any]:
             store=None,
             transport=next((t for t in candidates() if reasons[t.name] is None), None),
             why_no_transport=reasons,
+            deterministic=getattr(comm, "deterministic", True),
             costs=comm.costs,
         )
     return list(seen.values())

@@ -374,7 +374,7 @@ def bus_factor(op: str, ranks: int) -> float | None:
     """nccl-tests' factor from algorithm to bus bandwidth (all-to-all keeps 1/ranks of its buffer at home); None for MoE."""
     if op == "moe":
         return None
-    return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
+    return (2 if op.startswith("all_reduce") else 1) * (ranks - 1) / ranks
 
 
 def environment(topology: str, command: str, device: torch.device | None = None) -> dict[str, Any]:

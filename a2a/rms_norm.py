@@ -96,22 +96,42 @@ def _again(
         or input.is_neg() or residual.is_neg() or weight.is_neg()
     ):  # fmt: skip
         return None
-    if out is not None or residual_out is not None:
-        for given in (out, residual_out):
-            if not (given is None or given is input or given is residual):
-                return None
-        if out is residual_out or _overlap(input, residual):
-            return None
-        _stored_to(out, residual_out)
-    of, added, scaled = input.data_ptr(), residual.data_ptr(), weight.data_ptr()
-    if (of | added | scaled) % ready.alignment:
+    given = [tensor for tensor in (out, residual_out) if tensor is not None]
+    if given and not _may_be_stored_to(given, (input, residual, weight), ready.device):
         return None
     out = torch.empty_like(input) if out is None else out
     residual_out = torch.empty_like(input) if residual_out is None else residual_out
-    result = ready(out.data_ptr(), residual_out.data_ptr(), of, added, scaled)
+    to, added_to, of, added, scaled = (x.data_ptr() for x in (out, residual_out, input, residual, weight))
+    if (to | added_to | of | added | scaled) % ready.alignment:
+        return None
+    if given:
+        _stored_to(*given)
+    result = ready(to, added_to, of, added, scaled)
     if result:
         comm.raise_failure(result, OP)
     return out, residual_out
+
+
+def _may_be_stored_to(given: list[Tensor], sources: tuple[Tensor, Tensor, Tensor], device: int) -> bool:
+    """Whether the kernels may store to these, each of which is one of the first two sources or overlaps none."""
+    first, second, weight = sources
+    if _overlap(first, second) or (len(given) == 2 and _overlap(*given)):
+        return False
+    for tensor in given:
+        if tensor is first or tensor is second:
+            continue
+        if (
+            type(tensor) not in _PLAIN
+            or tensor.shape != first.shape
+            or tensor.dtype != first.dtype
+            or tensor.get_device() != device
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or (tensor.requires_grad and torch.is_grad_enabled())
+            or any(_overlap(tensor, source) for source in sources)
+        ):
+            return False
+    return not any(_overlap(tensor, weight) for tensor in given)
 
 
 # ---------------------------------------------------------------- the checked way

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,10 +29,10 @@ LINKS = (Link(1.0, 10.0), Link(20.0, 1.0))
 
 
 @functools.cache
-def topology(*sizes: int) -> a2a.Topology:
+def topology(*sizes: int, kind: Literal["cpu_host", "nvlink"] = "cpu_host") -> a2a.Topology:
     """Domains of so many consecutive ranks each."""
     ends = np.cumsum([0, *sizes]).tolist()
-    domains = [Domain(tuple(range(a, b)), "cpu_host") for a, b in itertools.pairwise(ends)]
+    domains = [Domain(tuple(range(a, b)), kind) for a, b in itertools.pairwise(ends)]
     return a2a.Topology(tuple(domains), *LINKS)
 
 

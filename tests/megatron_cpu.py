@@ -108,6 +108,8 @@ def on_cpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, stand_in in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        for name in ("range_push", "range_pop"):
+            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name))
         stack.enter_context(mock.patch.object(Tensor, "cuda", lambda self, *_, **__: self))
         stack.enter_context(mock.patch.object(Tensor, "record_stream"))
         tracker = sys.modules["megatron.core.tensor_parallel.random"].CudaRNGStatesTracker

@@ -222,6 +222,16 @@ def test_ranks_that_no_algorithm_supports_are_told_without_a_traceback() -> None
     assert "Traceback" not in told.stdout + told.stderr
 
 
+@pytest.mark.parametrize("topology", ["cpu:2x2", "h200:4x8", "gb300:nvl72x2"])
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_plan_explains_what_crosses_domains(here: Here, op: str, topology: str) -> None:
+    told = here("plan", op, "--bytes", "64M", "--topology", topology, "--json", "-")
+    (plan,) = [json.loads(text) for text in told.stdout.splitlines()]
+    assert (told.returncode, plan["algorithm"]) == (0, "hierarchical")
+    assert 0 < plan["cost"]["scale_out_bytes"] < 64 << 20
+    assert "times as long" in dict(plan["rejected"])["c10d"]
+
+
 def test_plan_for_a_topology_needs_none_of_its_ranks(here: Here) -> None:
     given = here("plan", "all_to_all", "--topology", "gb200:nvl72x2")
     assert given.returncode == 0

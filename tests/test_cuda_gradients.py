@@ -45,7 +45,7 @@ def has_the_bits(sizes: tuple[int, ...], wire: str | None) -> None:
     group, rank = nccl_group(), dist.get_rank()
     references = [Reference(sizes, count, dtype, wire) for count, dtype in zip(COUNTS, DTYPES, strict=True)]
     model = Planted(COUNTS, DTYPES).cuda()
-    with a2a.GradientReducer(model, group, topology(*sizes), wire, 1e-6) as reducer:
+    with a2a.GradientReducer(model, group, topology(*sizes, kind="nvlink"), wire, 1e-6) as reducer:
         for step in range(6):
             model.zero_grad(set_to_none=step % 2 == 0)
             given = [[values(r, c, d, step) for c, d in zip(COUNTS, DTYPES, strict=True)] for r in range(2)]
@@ -89,14 +89,14 @@ def trains(sizes: tuple[int, ...], how: str) -> None:
     reducer: Any
     if how == "ddp":
         model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.03)
-        reducer = ddp.register(model, topology(*sizes))
+        reducer = ddp.register(model, topology(*sizes, kind="nvlink"))
     elif how == "fsdp2":
-        reducer = fsdp2.Hybrid(group, topology(*sizes), device="cuda")
+        reducer = fsdp2.Hybrid(group, topology(*sizes, kind="nvlink"), device="cuda")
         for layer in model:
             reducer.fully_shard(layer)
         reducer.fully_shard(model)
     else:
-        reducer = a2a.GradientReducer(model, group, topology(*sizes), bucket_mb=0.03)
+        reducer = a2a.GradientReducer(model, group, topology(*sizes, kind="nvlink"), bucket_mb=0.03)
     for step in range(4):
         model.zero_grad()
         model(batch(step, rank)).square().mean().backward()
@@ -117,7 +117,9 @@ def scatters(sizes: tuple[int, ...]) -> None:
     group, rank, ends = nccl_group(), dist.get_rank(), []
     for scatter in (False, True):
         model = network()
-        with a2a.GradientReducer(model, group, topology(*sizes), bucket_mb=0.03, scatter=scatter) as reducer:
+        with a2a.GradientReducer(
+            model, group, topology(*sizes, kind="nvlink"), bucket_mb=0.03, scatter=scatter
+        ) as reducer:
             optimizer = torch.optim.AdamW(reducer.shards if scatter else model.parameters(), lr=1e-2)
             for step in range(4):
                 optimizer.zero_grad()
@@ -141,7 +143,7 @@ def overlaps() -> None:
     group = nccl_group()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(12))).cuda()
-    with a2a.GradientReducer(model, group, topology(1, 1), bucket_mb=64) as reducer:
+    with a2a.GradientReducer(model, group, topology(1, 1, kind="nvlink"), bucket_mb=64) as reducer:
         for _ in range(3):
             model.zero_grad()
             model(torch.randn(8192, 4096, device="cuda")).square().mean().backward()

@@ -94,9 +94,12 @@ def test_multicast_is_told_from_the_attribute_and_the_variables(monkeypatch: pyt
         monkeypatch.delenv(name, raising=False)
     (fact,) = told(machine(), "multicast")
     assert (fact.state, "not switched off" in fact.text) == ("ok", True)
+    assert "in-switch reductions are possible" in fact.text
+    assert "never a real one" in fact.text
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     (fact,) = told(machine(), "multicast")
     assert (fact.state, "switched off by NCCL_NVLS_ENABLE" in fact.text) == ("off", True)
+    assert "no in-switch reductions" in fact.text
     assert "lacks it" in told(machine(lacks=MULTICAST), "multicast")[0].text
 
 

@@ -18,8 +18,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 LOSS = re.compile(r"^ *(.+?)  step +(\d+)  loss ([\d.]+)$", re.MULTILINE)
 
 
-def run_example(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
-    """What the example prints; its processes find the a2a that these tests use."""
+def run_example(name: str, *arguments: str, ranks: int | None = None) -> str:
+    """What the example prints; its processes find the a2a that these tests use. `ranks`: torchrun starts it."""
+    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     path = os.pathsep.join([str(Path(a2a.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
@@ -33,7 +34,12 @@ def run_example(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> s
     return done.stdout
 
 
-@pytest.mark.skipif("RANK" in os.environ, reason="starts ranks of its own; torchrun has started some already")
+no_launcher = pytest.mark.skipif(
+    "RANK" in os.environ, reason="starts ranks of its own; torchrun has started some already"
+)
+
+
+@no_launcher
 def test_the_language_model_learns_the_same_on_four_ranks_and_on_one() -> None:
     """--check compares the losses itself and fails otherwise."""
     output = run_example("train_moe_lm.py", "--ranks", "4", "--steps", "6", "--check")
@@ -58,9 +64,38 @@ def why_no_megatron() -> str | None:
 
 
 @pytest.mark.skipif(why_no_megatron() is not None, reason=str(why_no_megatron()))
-@pytest.mark.skipif("RANK" in os.environ, reason="starts ranks of its own; torchrun has started some already")
+@no_launcher
 def test_the_megatron_model_learns() -> None:
-    output = run_example("megatron_moe.py", launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"))
+    output = run_example("megatron_moe.py", ranks=2)
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)$", output, re.MULTILINE)]
     assert len(losses) == 10
     assert losses[-1] < 0.6 * losses[0]
+
+
+PAIR = re.compile(r"^step \d  loss ([\d.]+) .* ([\d.]+)$", re.MULTILINE)
+
+
+def assert_pairs(output: str) -> None:
+    """Five steps, whose losses (which the example compares) fall, and are those beside them to all digits but the last."""
+    pairs = [(float(loss), float(other)) for loss, other in PAIR.findall(output)]
+    assert len(pairs) == 5
+    assert pairs[-1][0] < pairs[0][0]
+    for loss, other in pairs:
+        assert loss == pytest.approx(other, rel=1e-3)
+
+
+@no_launcher
+@pytest.mark.parametrize("name", ["context_parallel.py", "tensor_parallel.py"])
+def test_a_cut_model_learns_as_the_whole_one(name: str) -> None:
+    output = run_example(name, ranks=2)
+    assert_pairs(output)
+    if name == "tensor_parallel.py":
+        assert int(re.search(r"^(\d+) collectives on a2a$", output, re.MULTILINE)[1]) >= 25
+
+
+@no_launcher
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs TorchTitan: .ci/torchtitan")
+def test_torchtitans_layer_learns_the_same_with_a2a() -> None:
+    output = run_example("torchtitan_moe.py", ranks=2)
+    assert_pairs(output)
+    assert re.findall(r"^(\w+) of", output, re.MULTILINE) == ["AllToAllTokenDispatcher", "TokenDispatcher"]

@@ -54,6 +54,8 @@ def trains(sizes: tuple[int, ...], wire: str | None) -> None:
     for other in everyone:  # the domains hold the same parameters, whatever a format loses
         for one, two in zip(everyone[0], other, strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=0)
+    if sizes[0] > 1:
+        assert sum(hybrid.mesh.get_group().stats()["calls"].values()) > 0  # inside the domain it is a2a's
     hybrid.close()
 
 
@@ -101,6 +103,9 @@ def reduces_in_float32() -> None:
     loss_of(model, dist.get_rank(), 0).backward()
     close(model, [0], network(), rtol=0.05, atol=0.01)
     hybrid.close()
+    loss = loss_of(model, dist.get_rank(), 1)
+    with pytest.raises(a2a.A2AError, match="is closed on rank"):
+        loss.backward()
 
 
 @pytest.mark.ranks(4)

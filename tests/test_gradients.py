@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -350,6 +353,65 @@ def checkpointed() -> None:
 @pytest.mark.ranks(2)
 def test_checkpointed_parts_and_a_second_backward_pass(world: World) -> None:
     world.run(checkpointed)
+
+
+def goes_on_and_on(sizes: tuple[int, ...]) -> None:
+    """Steps back to back with random pauses while gradients come: ranks are at different buckets all the time."""
+    rank, rng = dist.get_rank(), random.Random(dist.get_rank())
+    counts = [64 * n for n in range(1, 13)]
+    model = Planted(counts, [F32] * len(counts))
+    for weight in model.weights:
+        weight.register_post_accumulate_grad_hook(lambda _: time.sleep(rng.choice([0, 0, 0, 0.001, 0.004])))
+    references = [Reference(sizes, count, F32, None) for count in counts]
+    with a2a.GradientReducer(model, topology=topology(*sizes), bucket_mb=0.001):
+        for step in range(25):
+            model.zero_grad(set_to_none=rng.random() < 0.5)
+            given = [[values(r, count, F32, step) for count in counts] for r in range(sum(sizes))]
+            model.loss(given[rank]).backward()
+            for n, (weight, reference) in enumerate(zip(model.weights, references, strict=True)):
+                same(weight.grad, reference.step([one[n] for one in given]))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 1, 1, 1)], ids=str)
+def test_steps_back_to_back_with_pauses(world: World, sizes: tuple[int, ...]) -> None:
+    world.run(goes_on_and_on, sizes=sizes)
+
+
+def checkpointed_within_the_pass(bucket_mb: float) -> None:
+    """A reentrant checkpoint runs a backward pass inside the backward pass."""
+    model, rank = network(), dist.get_rank()
+    with a2a.GradientReducer(model, topology=topology(1, 1), bucket_mb=bucket_mb):
+        for step in range(3):
+            model.zero_grad()
+            x, y = batch(rank, step)
+            hidden = torch.utils.checkpoint.checkpoint(model[:3], x.requires_grad_(), use_reentrant=True)
+            (model[3:](hidden) - y).square().mean().backward()
+            close(model, [step])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_mb", [0.001, 25])
+def test_a_pass_inside_a_pass(world: World, bucket_mb: float) -> None:
+    world.run(checkpointed_within_the_pass, bucket_mb=bucket_mb)
+
+
+def takes_the_topology_of_the_environment() -> None:
+    os.environ["A2A_TOPOLOGY"] = "cpu:2x2"
+    try:
+        model = network()
+        with a2a.GradientReducer(model) as reducer:
+            assert [domain.ranks for domain in reducer.topology.domains] == [(0, 1), (2, 3)]
+            loss_of(model, dist.get_rank(), 0).backward()
+            close(model, [0])
+            assert reducer.stats()["bytes_sent"] > 0
+    finally:
+        del os.environ["A2A_TOPOLOGY"]
+
+
+@pytest.mark.ranks(4)
+def test_the_environment_names_a_topology(world: World) -> None:
+    world.run(takes_the_topology_of_the_environment)
 
 
 def several_at_once() -> None:

@@ -47,6 +47,8 @@ def disagrees(how: str) -> str:
     error: type[Exception] = a2a.MismatchError
     if how == "settings":
         options["wire"] = "fp8" if rank else "bf16"
+    elif how == "topology":
+        options["topology"] = topology(2) if rank else topology(1, 1)
     elif how == "fewer":
         model = nn.Linear(2, 2, bias=rank == 0)
     elif rank == 1:
@@ -65,6 +67,7 @@ def disagrees(how: str) -> str:
     ("how", "says"),
     [
         ("settings", "rank 0 was made with wire=bf16.*rank 1 with wire=fp8"),
+        ("topology", r"rank 0 was made with .*topology=\[0\]/\[1\]; rank 1 with .*topology=\[0, 1\]"),
         ("fewer", r"number 1: rank 0 has bias float32 \[2\]; rank 1 has none"),
         ("none", "rank 1 refused.*no parameter requires a gradient"),
         ("int", "rank 1 refused.*bucket_mb=0"),

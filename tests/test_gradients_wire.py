@@ -124,6 +124,45 @@ def test_what_a_payload_loses_a_later_one_brings(world: World, wire: str) -> Non
     world.run(what_is_lost_comes_later, wire=wire)
 
 
+def goes_on_from_a_checkpoint(wire: str | None, scatter: bool) -> None:
+    """Four steps, against two and two more by a reducer that was given the first one's state."""
+    counts, sizes, rank = [3000, 70, 512], (1, 1), dist.get_rank()
+    options = {"topology": topology(*sizes), "wire": wire, "bucket_mb": 0.004, "scatter": scatter}
+
+    def step(model: Planted, reducer: a2a.GradientReducer, number: int) -> list[Tensor]:
+        parts = reducer.shards if scatter else list(model.weights)
+        for part in parts:
+            part.grad = None
+        model.loss([values(rank, count, F32, number) for count in counts]).backward()
+        return [part.grad.clone() for part in parts if part.grad is not None]
+
+    whole, halves = Planted(counts, [F32] * 3), [Planted(counts, [F32] * 3) for _ in range(2)]
+    with a2a.GradientReducer(whole, **options) as reducer:
+        assert reducer.state_dict()["order"] == [] or scatter
+        expected = [step(whole, reducer, number) for number in range(4)]
+    with a2a.GradientReducer(halves[0], **options) as reducer:
+        for number in range(2):
+            step(halves[0], reducer, number)
+        state = reducer.state_dict()
+    with a2a.GradientReducer(halves[1], **options) as reducer:
+        reducer.load_state_dict(state)
+        for number in range(2, 4):
+            for got, wanted in zip(step(halves[1], reducer, number), expected[number], strict=True):
+                same(got, wanted)
+    for model, other, says in (
+        (Planted(counts[:2], [F32] * 2), {}, "another model"),
+        (halves[1], {"bucket_mb": 0.0001}, "other buckets"),
+    ):
+        with a2a.GradientReducer(model, **(options | other)) as reducer, pytest.raises(ValueError, match=says):
+            reducer.load_state_dict(state)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("wire", "scatter"), [("fp8", False), ("bf16", True), (None, False)])
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(world: World, wire: str | None, scatter: bool) -> None:
+    world.run(goes_on_from_a_checkpoint, wire=wire, scatter=scatter)
+
+
 def trains() -> dict[str, float]:
     """The loss after 200 steps of a small classifier with each format."""
     losses = {}

@@ -22,6 +22,7 @@ import a2a
 from a2a.algorithms.base import Request
 from a2a.plan import choose
 from a2a.topology import Topology
+from a2a_world import A2AWorld
 from deadlines import soon
 from exchange_cases import as_dtype, assert_same_bits, pattern
 from failure_cases import finished
@@ -55,8 +56,9 @@ def hierarchical(top: Topology, terms: list[torch.Tensor], op: Any) -> torch.Ten
 
 @contextmanager
 def forced() -> Iterator[None]:
-    """Flat all-to-alls are planned where ranks are so few."""
-    os.environ["A2A_ALGORITHM"] = "all_to_all=hierarchical"
+    """With so few ranks, and some domains of one, others may be planned."""
+    ops = ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
+    os.environ["A2A_ALGORITHM"] = ",".join(f"{op}=hierarchical" for op in ops)
     try:
         yield
     finally:
@@ -411,3 +413,27 @@ def test_domains_live_with_their_communicator(world: World) -> None:
 @pytest.mark.ranks(4)
 def test_the_planner_explains_what_crosses_domains(world: World) -> None:
     assert world.run(planned, text="cpu:2x2") == [["hierarchical", "c10d", "hierarchical"]] * 4
+
+
+def on_the_backend() -> None:
+    """torch.distributed's own functions on backend "a2a", in a job of two domains: DDP's reductions among them."""
+    group = dist.group.WORLD
+    assert group is not None
+    tensor = torch.full((1000,), float(dist.get_rank()))
+    os.environ["A2A_TOPOLOGY"] = "cpu:2x2"
+    try:
+        dist.all_reduce(tensor)
+    finally:
+        del os.environ["A2A_TOPOLOGY"]
+    assert tensor.tolist() == [6.0] * 1000
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
+    assert model.module.weight.grad is not None
+    assert torch.equal(model.module.weight.grad, torch.full((4, 4), 3.0))
+    stats: Any = group.stats()["communicators"]["cpu"]  # type: ignore[attr-defined]
+    assert stats["handed_over"] == {}
+    assert sum(rail["bytes_sent"] for rail in stats["domains"]["rails"].values()) > 4000
+
+
+def test_the_backend_reduces_across_domains(four: A2AWorld) -> None:
+    four.run(on_the_backend)

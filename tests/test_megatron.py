@@ -185,6 +185,28 @@ def test_uneven_dropped_and_stepwise_layers(world: World) -> None:
     world.run(check_variants, deadline_s=DEADLINE_S)
 
 
+def check_own_groups() -> None:
+    """A program that makes its process groups itself and hands them over, without Megatron's parallel_state."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone = [dist.new_group([r]) for r in range(size)][rank]
+    everybody = dist.new_group(backend="a2a")
+    with on_a2a():
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups = ProcessGroupCollection(ep=everybody, tp_ep=everybody, expt_tp=alone, expt_dp=alone)
+        for name in ("tp", "cp", "tp_cp", "dp", "dp_cp", "tp_dp_cp"):
+            setattr(groups, name, alone)
+        for dispatcher in ("flex", "alltoall"):
+            layer = moe_layer(moe_config(dispatcher, expert_model_parallel_size=size), groups)
+            before = calls(everybody)
+            compare_moe(layer)
+            assert calls(everybody) >= before + 4
+
+
+def test_layers_on_process_groups_of_ones_own(world: World) -> None:
+    world.run(check_own_groups, deadline_s=DEADLINE_S)
+
+
 # ---------------------------------------------------------------- tensor parallelism
 
 

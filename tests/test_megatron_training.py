@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cpu import config, model_parallel, moe_config, needs_megatron, on_cpu, weight
+from megatron_cpu import config, model_parallel, moe_config, moe_layer, needs_megatron, on_cpu, weight
 from pool import World
-from test_megatron import DEADLINE_S, RELATIVE, calls, close, on_a2a, parallel
+from test_megatron import DEADLINE_S, RELATIVE, calls, close, compare_moe, on_a2a, parallel
 
 pytestmark = needs_megatron
 
@@ -115,6 +116,45 @@ def test_buckets_are_reduced(world: World) -> None:
 @pytest.mark.ranks(4)
 def test_buckets_are_reduced_over_two_optimizer_instances(world: World) -> None:
     world.run(check_buckets, instances=2, deadline_s=DEADLINE_S)
+
+
+def check_two_domains() -> None:
+    """Two hosts of two ranks, as it were."""
+    with mock.patch.dict(os.environ, {"A2A_TOPOLOGY": "cpu:2x2"}):
+        for optimizer in (False, True):
+            options = {"overlap_grad_reduce": True, "use_distributed_optimizer": optimizer}
+            with on_a2a(), model_parallel():
+                ddp = data_parallel(**options)
+                for step in range(3):
+                    ddp.zero_grad_buffer()
+                    backward(ddp, range(step, step + 2))
+                    ddp.finish_grad_sync()
+                    shards = dist.get_world_size() if optimizer else 1
+                    mine = dist.get_rank() if optimizer else 0
+                    expected = expected_gradients(options, range(step, step + 2))
+                    for bucket, mean in zip(buckets(ddp), expected, strict=True):
+                        close(bucket.grad_data.chunk(shards)[mine], mean.chunk(shards)[mine])
+                group = ddp.bucket_groups[0]
+                crossed(group.intra_distributed_optimizer_instance_group if optimizer else group.data_parallel_group)
+        with on_a2a(), model_parallel(**parallel(4)):
+            layer = moe_layer(moe_config("flex", **parallel(4)))
+            compare_moe(layer)
+            crossed(layer.token_dispatcher.tp_ep_group)
+
+
+def crossed(group: Any) -> None:
+    """This group's calls went inside domains by shared memory and between them by rails, and none was handed over."""
+    from a2a.comm import implicit
+
+    stats = implicit(group).stats()
+    assert stats["domains"]["inside"]["collectives"] > 0
+    assert all(rail["bytes_sent"] > 0 for rail in stats["domains"]["rails"].values())
+    assert stats["handed_over"] == {}
+
+
+@pytest.mark.ranks(4)
+def test_gradients_and_tokens_cross_domains(world: World) -> None:
+    world.run(check_two_domains, deadline_s=DEADLINE_S)
 
 
 def check_parameters() -> None:

@@ -53,6 +53,21 @@ def test_the_command_is_installed() -> None:
     assert callable(entry.load())
 
 
+def test_torch_finds_the_backend_by_its_entry_point() -> None:
+    """As torch 2.14 does when a name is asked for: it loads what is registered there and calls it."""
+    (entry,) = importlib.metadata.entry_points(group="torch.distributed.backends", name="a2a")
+    code = f"""
+import importlib, torch.distributed as dist
+assert "A2A" not in dist.Backend._plugins
+module, _, name = {entry.value!r}.partition(":")
+for _ in range(2):
+    getattr(importlib.import_module(module), name)()
+assert dist.Backend("a2a") == "a2a" and "A2A" in dist.Backend._plugins
+"""
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_core_needs_few_packages() -> None:
     assert {package for package, extra in requirements() if not extra} == CORE
 

@@ -73,7 +73,7 @@ CAUGHT_BY = {
     "kNoPublishBell": ("dispatch", "spread"),
     "kEarlyConsume": ("staged", "combine", "reduce_staged"),
     "kEarlyTake": ("dispatch", "spread", "reduce_staged"),
-    "kEarlyPublish": ("dispatch", "reduce_staged"),
+    "kEarlyPublish": ("dispatch", "reduce_staged", "norms"),
     "kSilentFailure": ("giving_up",),
     "kTrustTorn": ("torn",),
     "kOneInput": ("one_shot",),

@@ -113,7 +113,7 @@ def test_a_missing_command_is_told(here: Here) -> None:
 
 
 def record(rank: int, steps: list[list[float]], **more: Any) -> dict[str, Any]:
-    return {"rank": rank, "losses": steps, "a2a": None, "integrations": [], **more}
+    return {"rank": rank, "losses": steps, "a2a": None, "integrations": [], "refused": [], **more}
 
 
 def test_losses_are_compared_one_by_one() -> None:
@@ -168,6 +168,9 @@ def test_what_a2a_did_not_do_is_told() -> None:
     told = "\n".join(_usage([record(0, [], a2a=[])]))
     assert "a2a ran 0 collectives" in told
     assert "nothing to do" in told
+    told = "\n".join(_usage([record(0, [], a2a=[comm()], integrations=["x"], refused=["y: too new"])]))
+    assert "a2a ran 1 collectives, with x" in told
+    assert "without y: too new" in told
     refused = comm(transport=None, reasons={"cpu_shm": "two hosts"}, collectives=None)
     told = "\n".join(_usage([record(0, [], a2a=[refused, comm(handed_over={"all_reduce: PRODUCT": 3})])]))
     assert "two hosts" in told

@@ -58,7 +58,12 @@ class AllToAllPairwise(AllToAll):
         else:
             reads = piece <= _READ_BYTES and not getattr(comm.transport, "why_no_reads", "")
             way, steps = "read" if reads else "stage", 2
-        parts = (Part("call"), Part("signal", times=steps - 1), own_copy(piece, request.num_bytes), Part(way, remote))
+        parts = (
+            Part("call_all_to_all"),
+            Part("signal", times=steps - 1),
+            own_copy(piece, request.num_bytes),
+            Part(way, remote),
+        )
         copied = request.num_bytes + (0 if way in ("push", "read") else remote)
         return Cost(steps=steps, scale_up_bytes=remote, copied_bytes=copied, parts=parts)
 

@@ -84,7 +84,7 @@ class Cost:
     scale_out_bytes: int = 0
     copied_bytes: int = 0
     sms: int = 0
-    rail_steps: int = 1
+    rail_steps: int = 0
     parts: tuple[Part, ...] = ()
 
     def time_us(self, comm: Communicator) -> float:
@@ -96,7 +96,7 @@ class Cost:
             time = self.steps * up.latency_us + self.copied_bytes / (up.bandwidth_GBps * 1e3)
         if not self.scale_out_bytes:
             return time
-        return time + self.rail_steps * out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3)
+        return time + max(1, self.rail_steps) * out.latency_us + self.scale_out_bytes / (out.bandwidth_GBps * 1e3)
 
     @property
     def primitives(self) -> frozenset[str]:

@@ -125,16 +125,20 @@ class CudaReduction(Reduction):
 
     # ---- launches
 
-    def _function(self, comm: Communicator, dtype: int, reduce_op: int) -> int:
-        functions = self._functions.setdefault(comm, {})
-        function = functions.get((dtype, reduce_op))
-        if function is not None:
-            return function
+    def refuse_capture(self) -> None:
+        """Raise while a CUDA graph is captured: a kernel is about to be loaded."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.op}: a communicator's first call with a dtype and reduction loads a kernel, which a CUDA graph "
                 f"can't capture; make one such call before the capture, on all ranks"
             )
+
+    def _function(self, comm: Communicator, dtype: int, reduce_op: int) -> int:
+        functions = self._functions.setdefault(comm, {})
+        function = functions.get((dtype, reduce_op))
+        if function is not None:
+            return function
+        self.refuse_capture()
         transport = comm.require_transport(self.op)
         flag_bytes, chunk_bytes = cut(comm)
         defines = {
@@ -261,5 +265,6 @@ class CudaShares(CudaReduction):
     kernel: ClassVar[str] = "reduce_shares"
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
-        remote = self.remote_bytes(request, comm)
-        return self._cost(4, remote)
+        # Headers, then progress; in an all-reduce loads and stores follow each other in between.
+        steps = 3 if self.op == "all_reduce" else 2
+        return self._cost(steps, self.remote_bytes(request, comm))

@@ -75,13 +75,14 @@ class Across(Algorithm):
         parts = [best(part_of(request, op, num_bytes), view) for op, num_bytes in self.parts(request, comm, view)]
         costs = [cost for _, cost in filter(None, parts)]
         crossing = self.crossing(request, comm, view)
+        inside = [part for cost in costs for part in cost.parts]
         return Cost(
             steps=sum(cost.steps for cost in costs),
             scale_up_bytes=sum(cost.scale_up_bytes for cost in costs),
             scale_out_bytes=crossing,
             copied_bytes=sum(cost.copied_bytes for cost in costs) + 3 * crossing,  # as the engine's own ops
             rail_steps=self.rail_steps,
-            parts=with_copies([part for cost in costs for part in cost.parts], crossing) if all(cost.parts for cost in costs) else (),
+            parts=with_copies(inside, crossing) if all(cost.parts for cost in costs) else (),
         )
 
     @abstractmethod
@@ -105,7 +106,9 @@ def best(request: Request, inner: Any) -> tuple[Algorithm, Cost] | None:
 
 
 def _of(op: str) -> list[Algorithm]:
-    return [a for a in algorithms.candidates() if a.op == op and not isinstance(a, Across)]
+    """What may run inside a domain: nothing whose sums have no fixed order."""
+    known = algorithms.candidates()
+    return [a for a in known if a.op == op and a.deterministic and not isinstance(a, Across)]
 
 
 def part_of(request: Request, op: str, num_bytes: int) -> Request:

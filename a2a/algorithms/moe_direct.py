@@ -45,7 +45,7 @@ class MoeDirect(MoeStaged):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         rows, _ = routed_bytes(request, comm)
-        parts = (Part("call"), Part("signal"), Part("push", rows))
+        parts = (Part("call_all_to_all"), Part("signal"), Part("push", rows))
         return Cost(steps=2, scale_up_bytes=rows, copied_bytes=rows, parts=parts)
 
     def open(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> MoeExchange:

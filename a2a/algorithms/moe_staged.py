@@ -55,7 +55,7 @@ class MoeStaged(Moe):
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
         rows, distinct = routed_bytes(request, comm)
-        parts = (Part("call"), Part("signal"), Part("gather", distinct), Part("stream", rows))
+        parts = (Part("call_all_to_all"), Part("signal"), Part("gather", distinct), Part("stream", rows))
         return Cost(steps=2, scale_up_bytes=distinct, copied_bytes=rows + request.num_bytes, parts=parts)
 
     def open(self, comm: Communicator, spec: MoeSpec, sources: Sources | None = None) -> MoeExchange:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from a2a.algorithms.base import Cost, Request
+from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.cuda_reduction_base import COLLECTIVES, CudaReduction, CudaShares, Params, Prepared, cut
 from a2a.config import config
 from a2a.errors import UnsupportedError
@@ -62,6 +62,8 @@ class MultimemReduction(CudaReduction):
             return "A2A_SOFTWARE_SWITCH is for tests: name it in A2A_ALGORITHM, too"
         if comm.deterministic and not named:
             return "the switch adds in an order of its own; make the communicator with deterministic=False"
+        if isinstance(comm.transport, type):
+            return "the switch must pass a test first, where the ranks are"
         if comm not in self._tested:
             self._tested[comm] = self._self_test(comm)
         return self._tested[comm] or None
@@ -79,7 +81,8 @@ class MultimemReduction(CudaReduction):
     def cost(self, request: Request, comm: Communicator) -> Cost:
         size = self.shares(request.num_bytes, comm.world_size)[0]
         moved = size if self.op == "reduce_scatter" else 2 * size // comm.world_size + size // 4
-        return Cost(steps=4, scale_up_bytes=moved, copied_bytes=moved, sms=_BLOCKS)
+        parts = (Part("launch"), Part("signal", times=4), Part("push", moved))
+        return Cost(steps=4, scale_up_bytes=moved, copied_bytes=moved, sms=_BLOCKS, parts=parts)
 
     def launch_of(self, whole: int, share: int) -> tuple[int, int]:
         slices = -(-whole // _SLOT_BYTES)
@@ -90,6 +93,7 @@ class MultimemReduction(CudaReduction):
     def _function(self, comm: Communicator, dtype: int, reduce_op: int) -> int:
         functions = self._functions.setdefault(comm, {})
         if (dtype, reduce_op) not in functions:
+            self.refuse_capture()
             flag_bytes, chunk_bytes = cut(comm)
             defines = {
                 "WORLD": comm.world_size, "FLAG_BYTES": flag_bytes, "CHUNK_BYTES": chunk_bytes, "DTYPE": dtype,
@@ -150,7 +154,7 @@ class MultimemReduction(CudaReduction):
         for values in (whole, *fine):
             results = []
             for algorithm in (self, self.plain()):
-                source = values.to(dtype)
+                source = values.to(dtype, copy=True)  # an all-reduce stores there
                 result = source if self.op == "all_reduce" else torch.empty(out_count, dtype=dtype, device=device)
                 request = algorithm.register(
                     comm, f"switch|{self.op}|{dtype}|{algorithm.name}", f"{self.op} ({algorithm.name}, a self-test)"

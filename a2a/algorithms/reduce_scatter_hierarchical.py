@@ -12,7 +12,6 @@ Wins wherever the links between domains are slower than those inside.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,8 +35,10 @@ class ReduceScatterHierarchical(HierarchicalReduction):
         return [("reduce_scatter", request.num_bytes)]
 
     def crossing(self, request: Request, comm: Communicator, view: Any) -> int:
-        own_rails = math.ceil(len(comm.topology.rails()) / int(view.world_size))
-        return own_rails * request.num_bytes // comm.world_size * (len(comm.topology.domains) - 1)
+        others = [domain.ranks for domain in comm.topology.domains if domain.ranks != view.members]
+        first = range(0, len(comm.topology.rails()), view.world_size)  # the rails of the domain's first rank
+        shares = sum(rail < len(ranks) for rail in first for ranks in others)
+        return shares * request.num_bytes // comm.world_size
 
     def across(
         self,

@@ -137,7 +137,7 @@ class CpuReduction(Reduction):
         return self._cost(3, 2 * others, 2 * others + 2 * share, [Part(way, others), *more])
 
     def _cost(self, steps: int, scale_up_bytes: int, copied_bytes: int, parts: list[Part]) -> Cost:
-        rounds = (Part("call"), Part("signal", times=steps - 1))
+        rounds = (Part(f"call_{self.op}"), Part("signal", times=steps - 1))
         return Cost(steps, scale_up_bytes=scale_up_bytes, copied_bytes=copied_bytes, parts=(*rounds, *parts))
 
     def _dtype_parts(self, request: Request, term_bytes: int) -> list[Part]:

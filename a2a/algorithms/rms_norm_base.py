@@ -118,6 +118,8 @@ class CpuRmsNorm(RmsNorm):
             if request.num_bytes > ONE_SHOT_BYTES:
                 return f"a rank's input has {request.num_bytes} bytes; its slot takes {ONE_SHOT_BYTES}"
             return None
+        if isinstance(comm.transport, type):
+            return None  # planned for ranks that are not here
         row_bytes, most = request.get("hidden") * request.dtype.itemsize, self._most_row_bytes(comm)
         if row_bytes > most:
             needed = 4 * row_bytes // 1024
@@ -134,10 +136,10 @@ class CpuRmsNorm(RmsNorm):
         written = 2 * size  # both results
         if not self.two_shot:
             read = size * (n - 1)
-            once = (Part("call"), Part("one_shot", read), own_copy(written, written + read))
+            once = (Part("call_all_reduce"), Part("one_shot", read), own_copy(written, written + read))
             return Cost(steps=1, scale_up_bytes=read, copied_bytes=size + read // 2 + written, parts=once)
         remote = size * (n - 1) // n
-        rounds = Part("call"), Part("signal", times=2)
+        rounds = Part("call_all_reduce"), Part("signal", times=2)
         parts = (*rounds, Part("reduce_gather", remote), own_copy(written, written + 2 * remote))
         copied = 2 * remote + remote // 2 + written
         return Cost(steps=3, scale_up_bytes=2 * remote, copied_bytes=copied, parts=parts)

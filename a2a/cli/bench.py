@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
     Windows = dict[str, NcclWindow]
 
-OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "moe", "gradients")
+OPS = (
+    *("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "all_reduce_rms_norm", "moe"),
+    "gradients",
+)
 BASELINES = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "nccl_symm", "nccl_ce", "deep_ep")}
 ALL_BASELINES = (*BASELINES["cpu"], *BASELINES["cuda"])
 USUAL = {"cpu": ("gloo",), "cuda": ("nccl", "nccl_symm", "nccl_ce")}
@@ -86,8 +89,11 @@ class Request:
                 "--through dist --memory symmetric: tensors from comm.empty belong to one communicator, and a group of "
                 'backend "a2a" has its own; use --memory ordinary'
             )
-        if self.op == "moe" and "mpi" in self.against:
-            raise ValueError("--against mpi: the MoE layer is compared with gloo; the collectives are with MPI")
+        if self.op in ("moe", "all_reduce_rms_norm") and "mpi" in self.against:
+            what = "the MoE layer" if self.op == "moe" else self.op
+            raise ValueError(f"--against mpi: {what} is compared with gloo; the collectives are with MPI")
+        if self.op == "all_reduce_rms_norm" and self.through == "dist":
+            raise ValueError("--through dist: torch.distributed has no all_reduce_rms_norm")
         others = [name for name in self.against if name not in BASELINES[self.device]]
         if others:
             raise ValueError(
@@ -176,6 +182,7 @@ def work(request: Request, emit: Emit) -> None:
         "gradients": gradients.cells,
         "all_to_all": _exchange_cells,
         "all_to_allv": _exchange_cells,
+        "all_reduce_rms_norm": _norm_cells,
     }
     cells = kinds.get(request.op, _reduction_cells)
     with (
@@ -305,6 +312,33 @@ def _cuda_reduction_cells(request: Request, control: Control, here: Site, emit: 
                 )
                 _measure(request, cell, contenders, control, here, emit)
                 del contenders  # their tensors live in memory that the communicator takes back
+
+
+def _norm_cells(request: Request, control: Control, here: Site, emit: Emit) -> None:
+    import a2a
+    from a2a.cli import norm_contenders as norms
+    from a2a.measure import Cell
+
+    engine, group = ("nccl", here.group) if here.device.type == "cuda" else ("gloo", None)
+    for memory, name, size in itertools.product(request.memories, request.dtypes, request.sizes):
+        norm = norms.Norm.of_bytes(size, request.hidden, parse.dtype(name), control.rank, control.world_size)
+        dtype = str(norm.dtype).removeprefix("torch.")
+        emit({"begin": f"{request.op} {norm.rows} rows of {norm.hidden} {dtype}, {memory}"})
+        with a2a.communicator(here.group, device=here.device) as comm:
+            contenders = [norms.a2a_contender(norm, comm, memory)]
+            if engine in request.against:
+                why = norms.refusal(group) if engine == "nccl" else ""
+                contenders.append(norms.unfused_contender(engine, norm, group, here.device, why_not=why))
+            cell = Cell(
+                op=request.op,
+                num_bytes=norm.num_bytes,
+                dtype=dtype,
+                ranks=control.world_size,
+                case={"memory": memory, "through": request.through, "hidden": norm.hidden, **_place(request, comm)},
+                env=environment_of(request, comm, here),
+            )
+            _measure(request, cell, contenders, control, here, emit)
+            del contenders  # their tensors live in memory that the communicator takes back
 
 
 def _cuda_baselines(

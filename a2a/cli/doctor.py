@@ -267,7 +267,9 @@ def _algorithms() -> Iterator[Fact]:
     moe = plan.moe_request(plan.Request("moe", (), (), tokens=64, hidden=64, experts=4, top_k=2), "float32", 1)
     with Communicator(lambda _, payload: [payload], 0, 1) as comm:  # of this process alone
         for algorithm in candidates():
-            request = moe if algorithm.op == "moe" else PlanRequest(algorithm.op, torch.float32, 4096)
+            request = (
+                moe if algorithm.op == "moe" else PlanRequest(algorithm.op, torch.float32, 4096, (("hidden", 64),))
+            )
             if algorithm.baseline:  # this communicator has no group to ask about
                 told = "takes what nothing else can, on the group's own engine; so it needs a process group"
                 yield Fact("ok", algorithm.name, f"{algorithm.op}: {told}")

@@ -195,8 +195,16 @@ def _multicast(machine: Machine) -> Iterator[Fact]:
     off = [name for name, _, off in multicast_variables() if off]
     text = "the GPU has it" if can else "the GPU or its fabric lacks it"
     chosen = f"switched off by {' and '.join(off)}" if off else "not switched off"
+    possible = bool(can) and not off
+    use = (
+        "in-switch reductions are possible: with communicator(deterministic=False), once they have passed a self-test here"
+        if possible
+        else "no in-switch reductions"
+    )
     yield Fact(
-        "ok" if can and not off else "off", "multicast", f"{text}; {chosen} ({said}); a2a makes no use of it yet"
+        "ok" if possible else "off",
+        "multicast",
+        f"{text}; {chosen} ({said}); {use}. a2a's have been compiled and run through a software switch, never a real one",
     )
 
 

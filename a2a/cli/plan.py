@@ -16,7 +16,7 @@ from a2a.cli.ranks import Emit, run_ranks
 from a2a.config import config, launch
 from a2a.errors import UnsupportedError
 
-OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "moe")
+OPS = ("all_to_all", "all_to_allv", "all_reduce", "reduce_scatter", "all_gather", "all_reduce_rms_norm", "moe")
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def _show(out: Any, plan: dict[str, Any]) -> None:
         out.print(
             f"{what}: [bold]{plan['algorithm']}[/bold], {plan['reason']}: {show.us_text(plan['time_us'])} us ({cost})"
         )
-        parts = [f"{part['primitive']} {show.us_text(part['us'])}" for part in plan["parts"] if part["us"]]
-        if parts:
-            out.print(f"  of which, us: {' + '.join(parts)}", markup=False)
+    parts = [f"{part['primitive']} {show.us_text(part['us'])}" for part in plan["parts"] if part["us"]]
+    if parts:
+        out.print(f"  of which, us: {' + '.join(parts)}", markup=False)
     for remark in plan["remarks"]:
         out.print(f"  {remark}", markup=False)
     for name, why in plan["rejected"]:
@@ -106,9 +106,13 @@ def _plan_all(request: Request, comm: Any, emit: Emit) -> None:
         else:
             op = "all_to_all" if request.op == "all_to_allv" else request.op
             sums = (("reduce_op", "sum"),) if op in ("all_reduce", "reduce_scatter") else ()
-            detail = (("memory", request.memory), *sums)
+            detail: Any = (("memory", request.memory), *sums)
             shares = comm.world_size if op == "all_gather" else 1  # sizes are nccl-tests', of the whole tensor
-            wanted = [PlanRequest(op, parse.dtype(name), size // shares, detail) for size in request.sizes]
+            unit = 1
+            if op == "all_reduce_rms_norm":  # of whole rows
+                detail, unit = (("hidden", request.hidden),), request.hidden * parse.dtype(name).itemsize
+            bytes_sent = [max(unit, size // shares // unit * unit) for size in request.sizes]
+            wanted = [PlanRequest(op, parse.dtype(name), size, detail) for size in bytes_sent]
         try:
             sizes = [one.num_bytes for one in wanted] if request.op == "moe" else request.sizes
             plans += [
@@ -178,6 +182,7 @@ def _imagined(given: str) -> Any:
     return SimpleNamespace(
         world_size=topology.world_size,
         topology=topology,
+        deterministic=True,
         device_type=device_type,
         group=topology,  # anything but None: ranks of a job have one, and a store
         store=topology,

@@ -180,9 +180,8 @@ def _show(
 ) -> None:
     out = show.console()
     ranks = len(records[RUNS[0]])
-    out.print(
-        f"[bold]{' '.join(request.command)}[/bold], {request.steps} steps, {ranks} ranks with a loss or optimizer\n"
-    )
+    out.print(" ".join(request.command), style="bold", markup=False)
+    out.print(f"{request.steps} steps of {ranks} rank{'s' if ranks > 1 else ''}\n")
     rows = []
     for name in RUNS:
         figures = summary(records[name], request.warm_up)
@@ -197,7 +196,7 @@ def _show(
     for line in _verdict(noise, difference):
         out.print(line)
     for line in _usage(records[RUNS[-1]]):
-        out.print(line, markup=False)
+        out.print(line, markup=False, soft_wrap=True)
     late = late_peers(records[RUNS[-1]])
     if late:
         out.print()
@@ -229,6 +228,8 @@ def _usage(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     collectives = sum(comm["collectives"] or 0 for comm in comms)
     applied = sorted({name for record in records for name in record["integrations"]})
     yield f"a2a ran {collectives} collectives" + (f", with {', '.join(applied)}" if applied else "")
+    for reason in sorted({reason for record in records for reason in record["refused"]}):
+        yield f"without {reason}"
     if not collectives:
         yield "a2a had nothing to do: no call of the five collectives that it patches, and no trainer that it knows"
     for reason in sorted({str(reason) for comm in comms if not comm["transport"] for reason in [comm["reasons"]]}):

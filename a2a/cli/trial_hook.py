@@ -44,8 +44,11 @@ COLLECTIVES = (
 )
 A2A_OPS = ("all_to_all_single", "all_to_all", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 EXPERT_PARALLEL = ("_run_dispatch", "_run_combine", "_run_combine_backward", "_run_dispatch_backward")
-# A trainer's module -> a2a's integration, whose `enable()` is called when the module has been imported.
-INTEGRATIONS = {"torchtitan.models.common.token_dispatcher": "a2a.integrations.torchtitan"}
+# A trainer's module -> a2a's integration, whose `install()` is called when the module has been imported.
+INTEGRATIONS = {
+    "megatron.core": "a2a.integrations.megatron",
+    "torchtitan.models.common.token_dispatcher": "a2a.integrations.torchtitan",
+}
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class Recorder:
         self.in_collectives_s = 0.0
         self.thread = threading.local()
         self.integrations: list[str] = []
+        self.refused: list[str] = []  # integrations that would not do, and why
         self.written = False
 
     def begin(self) -> None:
@@ -159,13 +163,19 @@ class Recorder:
         for name in EXPERT_PARALLEL:
             self.wrap((a2a.ExpertParallel,), name)
         callbacks: dict[str, Callable[[Any], None]] = {
-            module: functools.partial(self.enable, name) for module, name in INTEGRATIONS.items()
+            module: functools.partial(self.install_for, name) for module, name in INTEGRATIONS.items()
         }
         sys.meta_path.insert(0, AfterImport(callbacks))
 
-    def enable(self, integration: str, _: Any) -> None:
-        importlib.import_module(integration).enable()
-        self.integrations.append(integration)
+    def install_for(self, integration: str, _: Any) -> None:
+        from a2a.errors import A2AError
+
+        try:
+            importlib.import_module(integration).install()
+        except (A2AError, ImportError) as error:  # the job goes on without, and the report says so
+            self.refused.append(f"{integration}: {error}")
+        else:
+            self.integrations.append(integration)
 
     def wrap(self, owners: tuple[Any, ...], name: str) -> None:
         """Count the time in a function, under that name of each owner, unless it is called from one that counts already."""
@@ -237,6 +247,7 @@ class Recorder:
             "exposed_s": self.exposed_s,
             "a2a": communicators() if self.orders.with_a2a else None,
             "integrations": self.integrations,
+            "refused": self.refused,
         }
         path = Path(self.orders.folder) / f"rank{rank}.json"
         path.with_suffix(".part").write_text(json.dumps(record))
@@ -270,14 +281,14 @@ class Recorder:
 def capturing() -> bool:
     import torch
 
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def place() -> tuple[int, int]:
     """(rank, number of ranks) of this process."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():  # type: ignore[no-untyped-call]
+    if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 

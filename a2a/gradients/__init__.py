@@ -1,4 +1,4 @@
-"""Gradients reduced over all ranks, in shared memory inside domains and on rails between them, behind the backward pass."""
+"""Gradients reduced over all ranks behind the backward pass: in shared memory inside domains, on rails between them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Bucket:
 
 
 class Buckets:
-    """All buckets of a module; they are not known before the first backward pass has ended, but where they are scattered."""
+    """All buckets of a module; not known before the first backward pass has ended, unless they are scattered."""
 
     def __init__(
         self,
@@ -189,7 +189,8 @@ class Buckets:
         Parameters that had none there come last, in reverse order.
         """
         count = len(self._params)
-        order = self._order + [index for index in reversed(range(count)) if index not in set(self._order)]
+        came = set(self._order)
+        order = self._order + [index for index in reversed(range(count)) if index not in came]
         told = self._memory("the order of gradients", count, torch.float64, average=False)  # whole numbers, so exact
         if self._ways.rank == 0:
             told.flat[:count].copy_(torch.tensor(order, dtype=torch.float64))
@@ -214,6 +215,37 @@ class Buckets:
         self._pipeline.call(f"the memory of {what}", lambda: made.append(Tensors(self._ways, count, dtype, **options)))
         return made[0]
 
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """See `GradientReducer.state_dict`."""
+        if self._buckets is None:
+            return {"order": [], "owed": []}
+        order = [self._names[slot.param] for bucket in self._buckets for slot in bucket.plan.slots]
+        return {"order": order, "owed": [_copied(bucket.tensors.owed()) for bucket in self._buckets]}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """See `GradientReducer.load_state_dict`."""
+        if not state["order"]:
+            return
+        if sorted(state["order"]) != sorted(self._names):
+            other = sorted(set(state["order"]) ^ set(self._names))
+            raise ValueError(f"GradientReducer.load_state_dict: the state is of another model; {other[:3]} differ")
+        if self._buckets is None:
+            index = {name: number for number, name in enumerate(self._names)}
+            self._make([index[name] for name in state["order"]])
+        mine = self.state()
+        shapes = [[{name: owed.shape for name, owed in b.items()} for b in one["owed"]] for one in (mine, state)]
+        if mine["order"] != state["order"] or shapes[0] != shapes[1]:
+            raise ValueError(
+                "GradientReducer.load_state_dict: the state is of other buckets, another wire format, another topology or "
+                "another rank; make the reducer as it was then, and load before the first backward pass"
+            )
+        for bucket, owed in zip(self._known, state["owed"], strict=True):
+            for name, tensor in bucket.tensors.owed().items():
+                tensor.copy_(owed[name])
+
     # ---- parameters of scattered gradients
 
     @torch.no_grad()
@@ -236,8 +268,12 @@ class Buckets:
                 self._params[slot.param].copy_(view)
 
 
+def _copied(owed: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in owed.items()}
+
+
 def _view(flat: Tensor, slot: Slot, param: nn.Parameter | Tensor) -> Tensor:
-    """A slot in the shape of its parameter, and in its strides where these leave no holes: autograd adds to it in place."""
+    """A slot in its parameter's shape, and strides where these leave no holes, so that autograd adds to it in place."""
     part = flat[slot.offset : slot.offset + slot.count]
     if torch._prims_common.is_non_overlapping_and_dense_or_false(param):
         return part.as_strided(param.shape, param.stride(), part.storage_offset())

@@ -14,12 +14,14 @@ one true division by the number of ranks for the mean, rounded once. All of it i
 starting from the first term. A rank takes its own domain's term as it is and the others' as their wire format has left
 them. float16 gradients are averaged inside the domain instead of summed, so that nothing overflows, and multiplied with
 the domain's number of ranks when domains are summed. In one domain: the sum in rank order, one division, rounded once.
+Where GPUs of a domain can't reach each other's memory, the domain's sums are NCCL's, in its order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import threading
@@ -46,6 +48,7 @@ from a2a.kernels.cpu import Cause
 from a2a.topology import Topology, resolve
 from a2a.transport.rail import Rail, torch_rails
 
+_log = logging.getLogger("a2a")
 _MOST_TOLD = 600  # characters of an error that others are told
 _SAME = 40  # characters by which one cause is known again in two errors
 _serials: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
@@ -107,25 +110,33 @@ class Hierarchy:
             )
         ranks = topology.domain_of(self.rank).ranks
         if len(ranks) > 1:
-            self._engine = _engine(self.group, ranks, self.device)
             for leg in ("domain_reduce", "domain_gather"):
-                where = f"{prefix}/{self.layout.domain}/{leg}"
-                place, size = self.layout.place, len(ranks)
-                self._comms[leg] = Communicator(
-                    store_exchange(self._store, place, size, self._timeout_s, where, names=ranks),
-                    place,
-                    size,
-                    topology=topology.restrict(ranks),
-                    timeout_s=self._timeout_s,
-                    group=self._engine,
-                    device=self.device,
-                )
-                if self._engine is None:
-                    self._comms[leg].require_transport("GradientReducer")
+                self._comms[leg] = self._domain(topology, f"{prefix}/{self.layout.domain}/{leg}")
         if self.spans_domains:
             for leg in self.rails:
                 where = f"{prefix}/{leg}"
                 self.rails[leg] = torch_rails(self._store, topology, self.rank, self.device, self._timeout_s, where)
+
+    def _domain(self, topology: Topology, prefix: str) -> Communicator:
+        """A communicator of this rank's domain; if possible without an engine, whose sums have their own order."""
+        ranks = topology.domain_of(self.rank).ranks
+        place, inner = self.layout.place, topology.restrict(ranks)
+
+        def make(prefix: str, engine: Any = None, refused: str = "") -> Communicator:
+            exchange = store_exchange(self._store, place, len(ranks), self._timeout_s, prefix, names=ranks)
+            options: dict[str, Any] = {"topology": inner, "timeout_s": self._timeout_s, "device": self.device}
+            return Communicator(exchange, place, len(ranks), group=engine, refused=refused, **options)
+
+        try:
+            comm = make(prefix)
+            comm.require_transport("GradientReducer")
+            return comm
+        except UnsupportedError as error:  # on all ranks of the domain alike
+            if self.device.type != "cuda":
+                raise
+            _log.warning("a2a: NCCL reduces gradients inside the domain of ranks %s: %s", ranks, error)
+            self._engine = self._engine or _nccl_group(self.group, ranks)
+            return make(f"{prefix}/engine", self._engine, str(error))
 
     @property
     def spans_domains(self) -> bool:
@@ -218,9 +229,7 @@ class Hierarchy:
         return ""
 
 
-def _engine(group: Any, ranks: tuple[int, ...], device: torch.device) -> Any:
-    """A process group of the domain, for what a2a's own kernels can't do there; domains of CPU ranks need none."""
-    if device.type == "cpu":
-        return None
+def _nccl_group(group: Any, ranks: tuple[int, ...]) -> Any:
+    """A process group of some ranks of a group, made by these alone."""
     everyone = dist.get_process_group_ranks(group)
     return dist.new_group([everyone[rank] for rank in ranks], use_local_synchronization=True, backend="nccl")

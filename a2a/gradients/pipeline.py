@@ -215,7 +215,10 @@ class StreamPipeline(Pipeline):
         return milliseconds / 1e3
 
     def stop(self) -> None:
-        """Nothing of it runs on the host."""
+        """Wait for what is queued, which rails that close would break off; unless something has failed."""
+        if self.error is None:
+            for stream in self._streams.values():
+                stream.synchronize()
 
 
 PIPELINES: dict[str, type[Pipeline]] = {"cpu": ThreadPipeline, "cuda": StreamPipeline}

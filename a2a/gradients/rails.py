@@ -48,3 +48,8 @@ class RailShard:
         payloads = self._results.view(-1, self._result.numel())
         for payload, piece in zip(payloads, torch.split(shard, self._piece), strict=True):
             piece.copy_(self._wire.decode(payload, self._piece))
+
+    def owed(self) -> dict[str, Tensor]:
+        """What its payloads owe, by whom they are for; nothing for formats that lose nothing."""
+        kept = {**{f"domain {d}": feedback for d, feedback in self._feedback.items()}, "result": self._result_feedback}
+        return {name: feedback.owed for name, feedback in kept.items() if feedback.owed is not None}

@@ -11,6 +11,7 @@ and is kept. Nothing overlaps in that pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -126,7 +127,9 @@ class GradientReducer:
             make_wire(settings["wire"], torch.float32, device)
         except ValueError as error:
             problem = problem or error
-        agree(group, named, ", ".join(f"{name}={value}" for name, value in settings.items()), problem)
+        domains = "None" if topology is None else "/".join(str(list(domain.ranks)) for domain in topology.domains)
+        said = ", ".join(f"{name}={value}" for name, value in {**settings, "topology": domains}.items())
+        agree(group, named, said, problem)
         self._ways = Hierarchy(group, topology, device)
         self._pipeline = PIPELINES[device.type](device, self._ways.broke)
         self._ways.own(self._pipeline.stop)
@@ -140,7 +143,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add to this rank's gradients and send nothing; the next one outside reduces the sum."""
+        """Inside, backward passes add to this rank's gradients and send nothing; the next outside reduces the sum."""
         self._check("no_sync")
         before, self._sync = self._sync, False
         try:
@@ -244,6 +247,20 @@ class GradientReducer:
         self._check("stats")
         return {**self._buckets.stats.told(self._pipeline), "bytes_sent": self._ways.bytes_sent}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs to go on with the same bits: the gradients' order, and this rank's error feedback."""
+        self._check("state_dict")
+        return self._buckets.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Collective; before the first backward pass, each rank with its own `state_dict`.
+
+        Raises:
+            ValueError: it is of another model, other buckets, another topology or another rank.
+        """
+        self._check("load_state_dict")
+        self._buckets.load(state)
+
     def close(self) -> None:
         """Let go of the module, whose backward passes reduce nothing then, and leave. Local and idempotent."""
         self._closed = True
@@ -265,10 +282,12 @@ class GradientReducer:
         if task != self._task:
             self._buckets.begin()
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._pass_ended, task))
         self._buckets.take(index)
 
-    def _pass_ended(self) -> None:
+    def _pass_ended(self, task: int) -> None:
+        if task != self._task:
+            return  # one inside it has reduced everything
         self._task = -1
         self._buckets.finish()
         self._finished = True

@@ -1,4 +1,4 @@
-"""What is left on each rank when gradients are scattered: its parts of the buckets, as flat parameters with gradients."""
+"""What each rank has when gradients are scattered: its parts of the buckets, as flat parameters with gradients."""
 
 from __future__ import annotations
 

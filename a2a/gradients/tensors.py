@@ -62,11 +62,15 @@ class Tensors:
         return {**across, "domain_gather": self.domain_gather}
 
     def own_pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(rail, where this rank's piece of the rail's shard begins in `flat`, its elements that mean something, if any)."""
+        """(rail, where this rank's piece of its shard begins in `flat`, its elements that mean something, if any)."""
         layout = self.ways.layout
         for rail in layout.rails:
             begin = rail * self._shard + layout.domain * self._piece
             yield rail, begin, max(0, min(self._piece, self.count - begin))
+
+    def owed(self) -> dict[str, Tensor]:
+        """What this rank's payloads of it owe."""
+        return {f"rail {i}, {name}": owed for i, shard in self._rails.items() for name, owed in shard.owed().items()}
 
     # ---- the legs
 
@@ -114,7 +118,7 @@ class Tensors:
         return self.flat[rail * self._shard : (rail + 1) * self._shard]
 
     def _rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each round of a leg inside the domain, the part of `flat` that it is about and this rank's share of it."""
+        """For each round of a leg inside the domain, its part of `flat` and this rank's share of that."""
         layout, shard = self.ways.layout, self._shard
         for block in torch.split(self.flat, layout.domain_size * shard):
             yield block, block[layout.place * shard : (layout.place + 1) * shard]

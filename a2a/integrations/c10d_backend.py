@@ -1,5 +1,5 @@
 """Backend "a2a" of torch.distributed: a process group whose all-to-alls are a2a's, as are its all-reduces, reduce-scatters
-and all-gathers of single CPU tensors, and whose other methods are torch's.
+and all-gathers of single tensors, and whose other methods are torch's.
 
     import a2a
     dist.init_process_group("a2a")            # or new_group(backend="a2a"), "cuda:a2a", "cpu:gloo,cuda:a2a"
@@ -51,6 +51,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from a2a.comm import Communicator, implicit
 from a2a.integrations.c10d_inner import NAME, Setup, alltoall_in_one_call, make_inner
+from a2a.integrations.c10d_work import Done, Pending, Several
 from a2a.ops import all_to_all, all_to_all_single
 from a2a.reductions import all_gather_into_tensor, all_reduce, reduce_op_of, reduce_scatter_tensor, why_handed_over
 
@@ -60,71 +61,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # any other kind (FakeTensor, DTensor, ..
 
 # What `native` does, under the names that this torch has.
 DELEGATED = (
-    *("all_gather_single_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
-    *("allreduce_coalesced", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced"),
-    *("reduce_scatter_tensor_coalesced", "scatter", "send", "recv", "recv_anysource"),
-    *("_start_coalescing", "_end_coalescing"),
+    *("allgather", "allgather_coalesced", "broadcast", "gather", "reduce", "reduce_scatter", "scatter", "send", "recv"),
+    *("recv_anysource", "_start_coalescing", "_end_coalescing"),
 )
-
-
-class _Done(Work):
-    """Work that was finished when the call returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._future.set_result([])
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
-
-    def result(self) -> list[Tensor]:
-        return []
-
-
-class _Pending(Work):
-    """a2a's Work as torch's C++ code knows it."""
-
-    def __init__(self, work: Any) -> None:
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the call is done; 0 stands for the group's timeout. Raises what the call raised."""
-        return bool(self._work.wait(timeout.total_seconds() or None))
-
-    def synchronize(self) -> None:
-        self._work.wait()
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
-
-    def exception(self) -> BaseException | None:
-        error: BaseException | None = self._work.exception()
-        return error
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = self._work.get_future()
-        return future
-
-    def result(self) -> list[Tensor]:
-        result: list[Tensor] = self._work.result()
-        return result
 
 
 def _given(opts: Any) -> tuple[Any, ...]:
@@ -163,7 +102,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         self._handed_over: dict[str, int] = {}
         self._calls = dict.fromkeys(self._served, 0)  # device type -> calls that its communicator took
         self._thread = threading.local()  # .inside: a call of a2a's is running on this thread
-        self._done = _Done()
+        self._done = Done()
         self._shut = False
         for group in (self, self.native):
             for device_type, inner in self._inner.items():
@@ -203,7 +142,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         self._thread.inside = True
         try:
             if getattr(opts, "asyncOp", True):
-                return _Pending(all_to_all_single(output, input, out_splits, in_splits, comm, True))
+                return Pending(all_to_all_single(output, input, out_splits, in_splits, comm, True))
             all_to_all_single(output, input, out_splits, in_splits, comm)
         finally:
             self._thread.inside = False
@@ -232,7 +171,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         self._thread.inside = True
         try:
             if getattr(opts, "asyncOp", True):
-                return _Pending(all_to_all(output_tensors, input_tensors, comm, True))
+                return Pending(all_to_all(output_tensors, input_tensors, comm, True))
             all_to_all(output_tensors, input_tensors, comm)
         finally:
             self._thread.inside = False
@@ -244,7 +183,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         reduce_op = reduce_op_of(
             next((given for given in (op, getattr(opts, "reduceOp", opts)) if given is not None), None)
         )
-        comm = self._reducing("all_reduce", listed[0] if len(listed) == 1 else None, reduce_op)
+        comm = self._reducing("all_reduce", reduce_op, listed if len(listed) == 1 else [])
         if comm is None:
             if op is None and hasattr(opts, "reduceOp"):
                 work: Work | None = self.native.allreduce(listed, opts)
@@ -255,7 +194,7 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `ProcessGroup.all_gather_single`, called `_allgather_base` before torch 2.13."""
-        comm = self._reducing("all_gather", input, None)
+        comm = self._reducing("all_gather", None, [input])
         if comm is None:
             call = getattr(self.native, "all_gather_single", None) or self.native._allgather_base
             work: Work | None = call(output, input, *_given(opts))
@@ -267,7 +206,7 @@ class A2AProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
         """As `ProcessGroup.reduce_scatter_single`, called `_reduce_scatter_base` before torch 2.13."""
         reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
-        comm = self._reducing("reduce_scatter", inputTensor, reduce_op)
+        comm = self._reducing("reduce_scatter", reduce_op, [inputTensor])
         if comm is None:
             call = getattr(self.native, "reduce_scatter_single", None) or self.native._reduce_scatter_base
             work: Work | None = call(outputTensor, inputTensor, *_given(opts))
@@ -276,31 +215,87 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """As `ProcessGroup.allreduce_coalesced`, one tensor after the other."""
+        reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
+        comm = self._reducing("all_reduce", reduce_op, tensors)
+        if comm is None:
+            return self._native(["allreduce_coalesced"], list(tensors), *_given(opts))
+        return self._run_each(opts, all_reduce, [(tensor, reduce_op, comm) for tensor in tensors])
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """As `ProcessGroup.all_gather_single_coalesced`, `allgather_into_tensor_coalesced` before torch 2.13.
+
+        torch's functional all-gathers, and so DTensor's, come this way, each with one tensor.
+        """
+        comm = self._reducing("all_gather", None, inputs)
+        if comm is None:
+            names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+            return self._native(names, list(outputs), list(inputs), *_given(opts))
+        pairs = zip(outputs, inputs, strict=True)
+        return self._run_each(opts, all_gather_into_tensor, [(output, input, comm) for output, input in pairs])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # as above
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """As `ProcessGroup.reduce_scatter_single_coalesced`, `reduce_scatter_tensor_coalesced` before torch 2.13."""
+        reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
+        comm = self._reducing("reduce_scatter", reduce_op, inputs)
+        if comm is None:
+            names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+            return self._native(names, list(outputs), list(inputs), *_given(opts))
+        pairs = zip(outputs, inputs, strict=True)
+        return self._run_each(
+            opts, reduce_scatter_tensor, [(output, input, reduce_op, comm) for output, input in pairs]
+        )
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
+
+    def _native(self, names: Sequence[str], *args: Any) -> Work:
+        """Call the first method of these names that this torch has, on the inner group."""
+        call = next(getattr(self.native, name) for name in names if hasattr(self.native, name))
+        work: Work | None = call(*args)
+        return self._done if work is None else work
+
+    def _run_each(self, opts: Any, call: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Work:
+        """`_run` of each, as one piece of work."""
+        works = [self._run(opts, call, *args) for args in calls]
+        return works[0] if len(works) == 1 else Several(works)
+
     def _run(self, opts: Any, call: Callable[..., Any], *args: Any) -> Work:
         """Make a call of a2a's, asynchronously unless `opts` says otherwise."""
         self._thread.inside = True
         try:
             if getattr(opts, "asyncOp", True):
-                return _Pending(call(*args, True))
+                return Pending(call(*args, True))
             call(*args)
         finally:
             self._thread.inside = False
         return self._done
 
-    def _reducing(self, kind: str, tensor: Tensor | None, reduce_op: Any) -> Communicator | None:
-        """What reduces or gathers `tensor`; None: the inner backend."""
-        if tensor is None or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+    def _reducing(self, kind: str, reduce_op: Any, tensors: Sequence[Tensor]) -> Communicator | None:
+        """What reduces or gathers all of `tensors`; None: the inner backend."""
+        if not tensors or any(type(tensor) not in _PLAIN or tensor.layout != torch.strided for tensor in tensors):
             return None
+        tensor = tensors[0]
         if getattr(self._thread, "inside", False):
             return None
         device_type = tensor.device.type
         comm = self._comms.get(device_type) or self._find(tensor.device)
-        reason = self._refusals[device_type] if comm is None else why_handed_over(comm, kind, tensor, reduce_op)
+        if comm is None:
+            reason: str | None = self._refusals[device_type]
+        else:
+            reasons = (why_handed_over(comm, kind, tensor, reduce_op) for tensor in tensors)
+            reason = next((why for why in reasons if why is not None), None)
         if reason is not None:
             key = f"{kind}, {device_type}: {reason}"
             self._handed_over[key] = self._handed_over.get(key, 0) + 1
             return None
-        self._calls[device_type] += 1
+        self._calls[device_type] += len(tensors)
         return comm
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]  # as above

@@ -112,7 +112,8 @@ def _exchange(rows: Tensor, splits: tuple[list[int], list[int]] | None, group: A
             "context parallelism: while compiling, pass a ProcessGroup or DeviceMesh: the graph names groups"
         )
     named: Any = dist.group.WORLD if group is None else group
-    return funcol.all_to_all_single_autograd(rows, *(splits or (None, None)), named)
+    output_splits, input_splits = splits or (None, None)
+    return funcol.all_to_all_single_autograd(rows, output_splits, input_splits, named)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -128,7 +129,7 @@ class _AllToAll(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         splits = None if ctx.splits is None else ctx.splits[::-1]
         grad_rows: Tensor = _AllToAll.apply(grad.contiguous(), splits, ctx.group)  # type: ignore[no-untyped-call]
         return grad_rows, None, None

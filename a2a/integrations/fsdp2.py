@@ -62,7 +62,9 @@ class Hybrid:
         everyone = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         ranks = [everyone[rank] for rank in topology.domain_of(dist.get_rank(group)).ranks]
         self._domain = dist.new_group(ranks, backend="a2a", use_local_synchronization=True)
-        self.mesh = DeviceMesh.from_group(self._domain, device.type, mesh_dim_names=("domain",))
+        # DTensor takes meshes of the same ranks and names for one, and would go on with the group of one that is gone.
+        name = f"domain_{self._domain.group_name[:12]}"
+        self.mesh = DeviceMesh.from_group(self._domain, device.type, mesh_dim_names=(name,))
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
     python -m torchtitan.train ... --override.imports a2a.integrations.torchtitan.expert_parallel
 
 replaces each `AllToAllTokenDispatcher` of the model; nothing else changes, and without that option nothing does. A job that
-has no such option calls `enable()` before its model runs.
+has no such option calls `install()` before its model runs.
 
 Decisions:
 
@@ -17,6 +17,9 @@ Decisions:
 * **Only the versions in `VERSIONS` are replaced**: the dispatcher is an internal of TorchTitan's, whose arguments changed
   from release to release.
 * **Dispatchers derived from it** (torchao's, which pads for quantised experts) keep what they have.
+
+Limits: `debug.spmd_typechecking` does not know a2a's ops. Layers on several streams at once (DualPipe's overlap) follow one
+another, since they share a communicator.
 """
 
 from __future__ import annotations
@@ -113,8 +116,8 @@ def expert_parallel(
 _originals: dict[str, Any] = {}
 
 
-def enable() -> None:
-    """Let every AllToAllTokenDispatcher of this process be a2a's, those that are there already too. `disable` undoes it.
+def install() -> None:
+    """Let every AllToAllTokenDispatcher of this process be a2a's, those that are there already too. `uninstall()` undoes it.
 
     Raises:
         a2a.UnsupportedError: this version of TorchTitan is not one of VERSIONS.
@@ -134,7 +137,7 @@ def enable() -> None:
     _log.info("torchtitan: a2a replaces AllToAllTokenDispatcher.dispatch and .combine")
 
 
-def disable() -> None:
+def uninstall() -> None:
     """Give AllToAllTokenDispatcher its own methods back."""
     while _originals:
         setattr(AllToAllTokenDispatcher, *_originals.popitem())
@@ -223,4 +226,4 @@ def _check_version() -> None:
         )
 
 
-__all__ = ["TokenDispatcher", "disable", "enable", "expert_parallel"]
+__all__ = ["TokenDispatcher", "expert_parallel", "install", "uninstall"]

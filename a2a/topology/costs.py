@@ -3,7 +3,7 @@
 Algorithms say of which primitives a request is made (`Cost.parts`); `Costs` says what those take, with all ranks at it at
 once. Bytes are those that a rank gets from others, unless said otherwise. On CPUs:
 
-    call           a collective of a few bytes, called from Python
+    call_OP        a collective of a few bytes, called from Python: its first round of signals included
     signal         one more round in which every rank signals every other
     copy, stream   own memory to own memory, through the caches or past them; bytes copied
     eager          through slots beside the first signal, one copy in and one out

@@ -378,6 +378,7 @@ def _torch_rail(
             raise UnsupportedError(f"{name}: this torch was built without NCCL, which joins domains of CUDA tensors")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
+        options.global_ranks_in_group = list(ranks)
         with torch.cuda.device(device):
             group = dist.ProcessGroupNCCL(store, place, len(ranks), options)
         return NcclRail(group, ranks, timeout_s, name)

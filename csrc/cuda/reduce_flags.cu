@@ -72,6 +72,7 @@ struct Flags {
   const std::uint32_t rank, epoch, thread, threads;  // of all blocks
   const std::uint8_t* const in;
   std::uint8_t* const out;
+  Payload ready;  // its unit of what is sent first, loaded while the epoch is
 
   __device__ Staging& staging(std::uint32_t r) const { return *a.place.at<Staging>(r, a.staging); }
   __device__ uint4* input_slab(std::uint32_t at, std::uint32_t from) const {
@@ -84,15 +85,34 @@ struct Flags {
 
   // ---- inputs
 
+  // Unit u of the share that is sent first, or of all that is sent.
+  __device__ Payload first_unit(const std::uint8_t* share, std::uint64_t bytes, std::uint32_t u) const {
+    if (u == thread) return ready;
+    Payload unit;
+    unit.load(share + u * kUnit, bytes - u * kUnit);
+    return unit;
+  }
+
+  // Before anything is sent.
+  __device__ void prepare() {
+    const std::uint32_t next = (rank + 1) % kWorld;
+    const std::uint64_t bytes = kSendsWhole ? a.shares.total : a.shares.bytes(kReduces ? next : rank);
+    if (thread < units(bytes))
+      ready.load(in + (kReduces && !kSendsWhole ? a.shares.at(next) : 0) + thread * kUnit, bytes - thread * kUnit);
+  }
+
   __device__ void send_inputs() const {
     if constexpr (kSendsWhole) {
       const std::uint32_t all = units(a.shares.total);
-      for (std::uint32_t u = thread; u < all; u += threads) {
-        Payload unit;
-        unit.load(in + u * kUnit, a.shares.total - u * kUnit);
+      for (std::uint32_t u = thread; u < all; u += 2 * threads) {  // two at a time hide each other's loads
+        const std::uint32_t v = u + threads;
+        const Payload one = first_unit(in, a.shares.total, u);
+        Payload other;
+        if (v < all) other.load(in + v * kUnit, a.shares.total - v * kUnit);
         for (std::uint32_t k = 1; k < kWorld; k++) {
-          const std::uint32_t p = (rank + k) % kWorld;
-          Packets::send(input_slab(p, rank), all, u, unit, epoch);
+          uint4* slab = input_slab((rank + k) % kWorld, rank);
+          Packets::send(slab, all, u, one, epoch);
+          if (v < all) Packets::send(slab, all, v, other, epoch);
         }
       }
     } else {
@@ -102,7 +122,10 @@ struct Flags {
         const std::uint8_t* share = in + a.shares.at(p);
         for (std::uint32_t u = thread; u < units(bytes); u += threads) {
           Payload unit;
-          unit.load(share + u * kUnit, bytes - u * kUnit);
+          if (k == 1)
+            unit = first_unit(share, bytes, u);
+          else
+            unit.load(share + u * kUnit, bytes - u * kUnit);
           Packets::send(input_slab(p, rank), units(bytes), u, unit, epoch);
         }
       }
@@ -154,7 +177,10 @@ struct Flags {
     const std::uint32_t all = units(bytes);
     for (std::uint32_t u = thread; u < all; u += threads) {
       Payload unit;
-      unit.load(from + u * kUnit, bytes - u * kUnit);
+      if constexpr (kSendsWhole || !kReduces)
+        unit = first_unit(from, bytes, u);
+      else
+        unit.load(from + u * kUnit, bytes - u * kUnit);
       if constexpr (kReduces)
         if (!reduce(unit, unit, all, u)) return false;
       if constexpr (kSendsResults) send_result(unit, all, u);
@@ -180,6 +206,7 @@ struct Flags {
   }
 
   __device__ void run() {
+    if (a.digest != kRefusal) prepare();
     if (blockIdx.x == 0)
       for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
         send_header(a, p, epoch, kOrdinary, kOrdinary);  // also to itself: for messages
@@ -212,7 +239,8 @@ extern "C" __global__ void __launch_bounds__(512) reduce_flags(const __grid_cons
               blockIdx.x * blockDim.x + threadIdx.x,
               gridDim.x * blockDim.x,
               reinterpret_cast<const std::uint8_t*>(a.in),
-              reinterpret_cast<std::uint8_t*>(a.out)};
+              reinterpret_cast<std::uint8_t*>(a.out),
+              {}};
   flags.run();
   leave(a.place, epoch);
 }

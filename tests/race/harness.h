@@ -191,6 +191,8 @@ class Reductions {
   std::vector<Call> under_way_;
 };
 
+void norms(Rank& rank, int steps);  // norms.cpp: all-reduces with a residual add and RMSNorm
+
 // ---- layers.cpp: a rank's sequence of Mixture-of-Experts layers
 
 class Layers {

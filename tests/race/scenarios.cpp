@@ -93,6 +93,11 @@ const std::vector<Scenario> kScenarios = {
     {"two_shot", [](std::uint64_t seed) { reductions(seed, true, Memory::kAny, 30, true); }},
     {"reduce_staged", [](std::uint64_t seed) { reductions(seed, true, Memory::kOrdinary, 30); }},
     {"reduce_direct", [](std::uint64_t seed) { reductions(seed, true, Memory::kSymmetric, 30); }},
+    {"norms",
+     [](std::uint64_t seed) {
+       World world(seed, ranks_of(seed), Sleep::kUntilRung);
+       world.run([](Rank& rank) { norms(rank, 20); });
+     }},
     {"mixed", mixed},
     {"alone", alone},
     {"long_quiet", long_quiet},

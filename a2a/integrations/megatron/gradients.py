@@ -6,7 +6,9 @@ several optimizer instances each shard is then all-reduced across them. `start_p
 
 Decisions:
 
-* **Everything is asked of a2a by name**, on the groups that Megatron made: no group has to be of backend "a2a".
+* **Everything is asked of a2a by name**, on the groups that Megatron made: no group has to be of backend "a2a", and one
+  that spans domains is reduced inside them first. So one optimizer instance will do, where Megatron's way to a hierarchy
+  is one for each rack; both work.
 * **No coalescing manager**: buckets of a group are calls of their own, first in first out on the group's communicator.
 * **Across instances without a stream of Megatron's**: the all-reduce of a bucket starts when its reduce-scatter is done
   (a callback of its future), while the next bucket's reduce-scatter runs.
