@@ -169,3 +169,12 @@ def test_what_a_rank_raises_is_told_with_its_rank(here: Here) -> None:
     assert told.returncode == 1
     assert "fewer than one for each of 2 ranks" in told.stderr
     assert "of 2 failed" in told.stderr
+
+
+def test_bench_holds_the_fused_norm_against_the_unfused_sequence(here: Here) -> None:
+    told = here("bench", "all_reduce_rms_norm", "--bytes", "3000", "--hidden", "300", "--repeat", "2", "--json", "-")
+    assert told.returncode == 0, told.stderr
+    lines = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("{")]
+    assert [(line["impl"], line["wrong"], line["bytes"]) for line in lines] == [("a2a", 0, 2400), ("gloo", 0, 2400)]
+    assert lines[0]["algorithm"] == "one_shot"
+    assert lines[0]["case"]["hidden"] == 300
