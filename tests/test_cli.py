@@ -84,7 +84,7 @@ def test_doctor_lists_this_machine_and_exits_with_0(here: Here) -> None:
         assert word in told.stdout
     assert "Nothing here keeps a2a from working" in told.stdout
     baselines = [line for line in told.stdout.splitlines() if " c10d " in line]
-    assert len(baselines) == 4  # of all collectives but moe
+    assert len(baselines) == 5  # of all collectives but moe
     for c10d in baselines:
         assert c10d.startswith("+")
         assert "takes what nothing else can" in c10d
