@@ -55,7 +55,6 @@ STORED = "        all.store(slot() + 16 * v, all.load(slot() + 16 * v));\n"
 TERMS = "      move(own(), in() + begin, bytes);\n"
 SCATTERED = "all.load(slot() + rank * kSliceBytes + 16 * v), bytes - 16 * v);\n"
 GATHERED = "move(out() + p * share + begin, own() + p * kSliceBytes, bytes);\n"
-COUNTED = "std::uint32_t(word) >= count"
 HEADERS = "        if (p != rank) wait.await_header(p, epoch, a.call.digest, true);\n"
 LAST = "    __syncthreads();  // what is copied out may be stored over\n"
 
@@ -70,7 +69,5 @@ MUTANTS = (
     mutant(SCATTER, "terms_still_read", "REUSE", SCATTERED + MEET, SCATTERED, "any"),
     mutant(GATHER, "results_still_copied", "REUSE", GATHERED + MEET, GATHERED, "any"),
     mutant(REDUCE, "one_word", "PROGRESS", "met[from][epoch % 2]", "met[from][0]", "any"),
-    mutant(REDUCE, "a_meeting_too_few", "VISIBLE", COUNTED, COUNTED + " - 1", "any"),
-    mutant(REDUCE, "older_meetings_count", "VISIBLE", "std::uint32_t(word >> 32) == epoch", "word != 0", "any"),
     mutant(REDUCE, "mismatch_unnoticed", "FAILURE", HEADERS, "        (void)p;\n", "mismatch"),
 )  # fmt: skip

@@ -56,7 +56,6 @@ ONE_SHOT_MUTANTS = (
     mutant("relaxed_arrived", "VISIBLE", ARRIVED, volatile(ARRIVED), "rows"),
     mutant("no_acquire", "VISIBLE", "    ptx::load_acquire_sys(word);", "    ", "rows"),
     mutant("arrived_before_copy", "VISIBLE", BARRIER + PEERS + PUSHED, PEERS + PUSHED, "rows"),
-    mutant("only_some_wait", "VISIBLE", "!__syncthreads_or(wait.broken)", "!wait.broken", "rows"),
     mutant("groups_not_awaited", "VISIBLE", "    barrier();\n    const float scale", "    const float scale", "rows"),
     mutant("one_packet_unchecked", "VISIBLE", CHECKED, CHECKED.replace(" || w[2].w != epoch", ""), "flags", file=FLAGS),
     mutant("parts_not_awaited", "VISIBLE", PARTS, PARTS.removeprefix(BARRIER), "flags", file=FLAGS),
@@ -71,5 +70,4 @@ TWO_SHOT_MUTANTS = (
     mutant("made_before_stored", "VISIBLE", BARRIER + PEERS + MADE, PEERS + MADE, "rows"),
     mutant("results_in_one_place", "REUSE", "g / kPerOwner) * bytes", "0) * bytes", "rows"),
     mutant("waiting_is_blamed", "FAILURE", "wait.again_behind(p, epoch)", "wait.again(p)", "absent"),
-    mutant("mismatch_unnoticed", "FAILURE", HEADERS, "", "mismatch"),
 )  # fmt: skip

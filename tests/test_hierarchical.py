@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import a2a
+from a2a.algorithms import all_gather_hierarchical, all_reduce_hierarchical, reduce_scatter_hierarchical
 from a2a.algorithms.base import Request
 from a2a.plan import choose
 from a2a.topology import Topology
@@ -36,8 +37,9 @@ FOUR = {"blocks": BLOCKS, "cyclic": CYCLIC, "three": THREE}
 FIVE = {"uneven": UNEVEN, "mixed": MIXED}
 CASES = [(dtype, op) for dtype in (torch.float32, torch.bfloat16, torch.float16) for op in (SUM, AVG, MAX, MIN)]
 CASES += [(torch.float64, SUM), (torch.int32, SUM), (torch.int64, MAX), (torch.uint8, SUM), (torch.int16, MIN)]
-COUNTS = [0, 1, 3, 17, 1000, 16384, 70_001]  # each case takes two or three of them
-LARGE = 3_000_001  # elements: many chunks
+COUNTS = [0, 1, 3, 17, 1000, 16384, 33_001]  # each case takes two or three of them
+LARGE = 400_001  # elements: many chunks, where these are small
+DEADLINE_S = 150.0  # many calls, on a machine that others may be using
 LIMIT_S = 8.0  # to hear of a failure: far below the communicators' own limits, far above what it takes
 
 
@@ -73,6 +75,19 @@ def across(top: Topology, timeout: float = 20) -> Iterator[Any]:
         assert comm.stats()["handed_over"] == {}
         assert {plan.algorithm.name for plan in comm.plans.values()} <= {"hierarchical"}
         dist.barrier()  # a rank that closes is told to those that still wait
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    modules = (all_reduce_hierarchical, reduce_scatter_hierarchical, all_gather_hierarchical)
+    before = [module.CHUNK_BYTES for module in modules]
+    for module in modules:
+        module.CHUNK_BYTES = 100_000  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, num_bytes in zip(modules, before, strict=True):
+            module.CHUNK_BYTES = num_bytes  # type: ignore[attr-defined]
 
 
 def reduced(comm: Any, top: Topology, count: int, dtype: torch.dtype, op: Any, async_op: bool) -> None:
@@ -123,10 +138,11 @@ def exchanged(comm: Any, call: int, dtype: torch.dtype, async_op: bool, largest:
     assert [t.tolist() for t in taken] == [[p] * (rank + 1) for p in range(world_size)]
 
 
-def all_ops(top: Topology, async_op: bool) -> None:
+def all_ops(top: Topology, async_op: bool, every: int) -> None:
+    """`every`: which of the cases: each, or each second or third."""
     with across(top) as comm:
         for number, (dtype, op) in enumerate(CASES):
-            for count in COUNTS[number % 3 :: 3]:
+            for count in COUNTS[number % 3 :: 3] if number % every == 0 else ():
                 reduced(comm, top, count, dtype, op, async_op)
         for number, dtype in enumerate((torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn)):
             for count in COUNTS[number % 3 :: 3]:
@@ -137,10 +153,10 @@ def all_ops(top: Topology, async_op: bool) -> None:
 
 def large(top: Topology) -> dict[str, int]:
     """Many chunks; returns what crossed for one all-reduce of LARGE float32."""
-    with across(top) as comm:
+    with small_chunks(), across(top) as comm:
         reduced(comm, top, LARGE // 2, torch.bfloat16, SUM, False)
         gathered(comm, LARGE // 4, torch.int32, True)
-        exchanged(comm, 0, torch.float64, True, largest=100_000)
+        exchanged(comm, 0, torch.float64, True, largest=20_000)
         terms = [values(r, LARGE, torch.float32) for r in range(comm.world_size)]
         before = comm.domains.bytes_sent
         for _ in range(2):  # the same bits again
@@ -337,32 +353,31 @@ def planned(text: str) -> list[str]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("name", FOUR)
-def test_every_op_is_exact_in_the_documented_order(world: World, name: str, async_op: bool) -> None:
-    if async_op and name == "three":
-        pytest.skip("its synchronous form runs")
-    world.run(all_ops, top=FOUR[name], async_op=async_op)
+@pytest.mark.parametrize(
+    ("name", "async_op", "every"), [("blocks", True, 2), ("cyclic", False, 1), ("three", False, 3)]
+)
+def test_every_op_is_exact_in_the_documented_order(world: World, name: str, async_op: bool, every: int) -> None:
+    world.run(all_ops, top=FOUR[name], async_op=async_op, every=every, deadline_s=DEADLINE_S)
 
 
 @pytest.mark.ranks(5)
-@pytest.mark.parametrize("name", FIVE)
-def test_domains_of_different_sizes(world: World, name: str) -> None:
-    world.run(all_ops, top=FIVE[name], async_op=name == "mixed")
+@pytest.mark.parametrize(("name", "async_op"), [("uneven", False), ("mixed", True)])
+def test_domains_of_different_sizes(world: World, name: str, async_op: bool) -> None:
+    world.run(all_ops, top=FIVE[name], async_op=async_op, every=2, deadline_s=DEADLINE_S)
 
 
 @pytest.mark.ranks(4)
 def test_large_tensors_cross_in_chunks_and_no_byte_twice(world: World) -> None:
-    for told in world.run(large, top=CYCLIC):
-        assert told["crossed"] == pytest.approx(LARGE * 4 / 2, rel=0.001)  # of 2 domains: half of 2 / 2 of the tensor
+    for told in world.run(large, top=CYCLIC, deadline_s=DEADLINE_S):
+        assert told["crossed"] == pytest.approx(LARGE * 4 / 2, rel=0.005)  # of 2 domains: half of 2 / 2 of the tensor
 
 
 @pytest.mark.ranks(5)
 def test_large_tensors_on_domains_of_different_sizes(world: World) -> None:
-    told = world.run(large, top=MIXED)
+    told = world.run(large, top=MIXED, deadline_s=DEADLINE_S)
     for domain in (0, 1):
         crossed = sum(t["crossed"] for t in told if t["domain"] == domain)
-        assert crossed == pytest.approx(LARGE * 4, rel=0.001)
+        assert crossed == pytest.approx(LARGE * 4, rel=0.005)
 
 
 @pytest.mark.ranks(4)

@@ -16,6 +16,7 @@ from a2a.algorithms.multimem_base import MultimemReduction
 class AllGatherMultimem(MultimemReduction):
     """See the module's docstring."""
 
+    name: ClassVar[str] = "multimem"
     op: ClassVar[str] = "all_gather"
     plain: ClassVar[type[CudaShares]] = AllGatherShares
     deterministic: ClassVar[bool] = True

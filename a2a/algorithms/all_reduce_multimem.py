@@ -16,5 +16,6 @@ from a2a.algorithms.multimem_base import MultimemReduction
 class AllReduceMultimem(MultimemReduction):
     """See the module's docstring."""
 
+    name: ClassVar[str] = "multimem"
     op: ClassVar[str] = "all_reduce"
     plain: ClassVar[type[CudaShares]] = AllReduceShares

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.c10d import Baseline, originals
-from a2a.algorithms.rms_norm_base import OP, RmsNorm, Tensors, rms_norm
+from a2a.algorithms.rms_norm_base import OP, RmsNorm, Tensors, hidden_of, rms_norm
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
@@ -42,7 +42,7 @@ class AllReduceRmsNormC10d(Baseline, RmsNorm):
         summed = tensors.input.clone()
         originals["all_reduce"](summed, group=comm.group)
         self.count(comm, OP)
-        hidden = asked.get("hidden")
+        hidden = hidden_of(asked)
         rows, residual = summed.view(-1, hidden), tensors.residual.view(-1, hidden)
         out, residual_out = rms_norm(rows, residual, tensors.weight, eps)
         tensors.out.view(-1, hidden).copy_(out)

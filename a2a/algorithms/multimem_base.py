@@ -45,7 +45,6 @@ class _MultimemParams(Structure):
 class MultimemReduction(CudaReduction):
     """What these algorithms share."""
 
-    name: ClassVar[str] = "multimem"
     kernel: ClassVar[str] = "reduce_multimem"
     deterministic: ClassVar[bool] = False
     plain: ClassVar[type[CudaShares]]  # what it must agree with

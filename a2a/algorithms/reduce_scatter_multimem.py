@@ -16,5 +16,6 @@ from a2a.algorithms.reduce_scatter_shares import ReduceScatterShares
 class ReduceScatterMultimem(MultimemReduction):
     """See the module's docstring."""
 
+    name: ClassVar[str] = "multimem"
     op: ClassVar[str] = "reduce_scatter"
     plain: ClassVar[type[CudaShares]] = ReduceScatterShares

@@ -32,6 +32,12 @@ NORM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_COLUMNS = 16384  # kNormColumns in csrc/cpu/simd.h and csrc/cuda/norm.cuh
 
 
+def hidden_of(request: Request) -> int:
+    """Elements of a row; any, where a request is about the op in general."""
+    hidden: int = request.get("hidden", 1024)
+    return hidden
+
+
 class Tensors(NamedTuple):
     """Of one call, contiguous. `out` and `residual_out` may each be `input` or `residual`, else nothing overlaps."""
 
@@ -89,7 +95,7 @@ class RmsNorm(Algorithm):
 
     def no_kernel(self, request: Request) -> str | None:
         """Why no kernel takes such rows, or None."""
-        if request.get("hidden") > MOST_COLUMNS:
+        if hidden_of(request) > MOST_COLUMNS:
             return f"its rows have up to {MOST_COLUMNS} columns; asked for {request.get('hidden')}"
         return None
 
@@ -120,7 +126,7 @@ class CpuRmsNorm(RmsNorm):
             return None
         if isinstance(comm.transport, type):
             return None  # planned for ranks that are not here
-        row_bytes, most = request.get("hidden") * request.dtype.itemsize, self._most_row_bytes(comm)
+        row_bytes, most = hidden_of(request) * request.dtype.itemsize, self._most_row_bytes(comm)
         if row_bytes > most:
             needed = 4 * row_bytes // 1024
             return f"a row has {row_bytes} bytes, a slot of the staging {most}; set A2A_STAGING_KB to {needed}"
@@ -152,7 +158,7 @@ class CpuRmsNorm(RmsNorm):
         reduction = cpu.Reduction(
             context=comm.handle, request=request, dtype=DTYPES[asked.dtype], two_shot=self.two_shot, count=count
         )
-        return _CpuPrepared(cpu.Norm(reduction, asked.get("hidden"), eps))
+        return _CpuPrepared(cpu.Norm(reduction, hidden_of(asked), eps))
 
     def run(self, comm: Communicator, asked: Request, request: int, tensors: Tensors, eps: float) -> None:
         result = self.prepare(comm, asked, request, eps)(*tensors.pointers)

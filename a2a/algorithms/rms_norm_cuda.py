@@ -19,7 +19,7 @@ import torch
 
 from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.reduction_base import DTYPES
-from a2a.algorithms.rms_norm_base import OP, Prepared, RmsNorm, Tensors
+from a2a.algorithms.rms_norm_base import OP, Prepared, RmsNorm, Tensors, hidden_of
 from a2a.kernels import cpu, cuda, cuda_params
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class CudaRmsNorm(RmsNorm):
     def unsupported(self, request: Request, comm: Communicator) -> str | None:
         if (reason := self.no_memory(comm) or self.no_kernel(request)) is not None:
             return reason
-        row_bytes = request.get("hidden") * request.dtype.itemsize
+        row_bytes = hidden_of(request) * request.dtype.itemsize
         return f"a row has {row_bytes} bytes, which 16 does not divide" if row_bytes % 16 else None
 
     def cost(self, request: Request, comm: Communicator) -> Cost:
@@ -214,7 +214,7 @@ class CudaRmsNorm(RmsNorm):
         self._of(comm, 4, torch.float32).prepare(request, 0, 0.0, digest=0)(0, 0, 0, 0, 0)
 
     def prepare(self, comm: Communicator, asked: Request, request: int, eps: float) -> CudaPrepared:
-        hidden = asked.get("hidden")
+        hidden = hidden_of(asked)
         rows = asked.num_bytes // (hidden * asked.dtype.itemsize)
         return self._of(comm, hidden, asked.dtype).prepare(request, rows, eps)
 
