@@ -81,7 +81,9 @@ class Across(Algorithm):
             scale_out_bytes=crossing,
             copied_bytes=sum(cost.copied_bytes for cost in costs) + 3 * crossing,  # as the engine's own ops
             rail_steps=self.rail_steps,
-            parts=with_copies([part for cost in costs for part in cost.parts], crossing) if all(cost.parts for cost in costs) else (),
+            parts=with_copies([part for cost in costs for part in cost.parts], crossing)
+            if all(cost.parts for cost in costs)
+            else (),
         )
 
     @abstractmethod
