@@ -28,12 +28,12 @@ import functools
 import importlib.metadata
 import itertools
 import logging
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
@@ -42,10 +42,11 @@ import a2a
 VERSIONS = ("0.3.0",)
 _log = logging.getLogger("a2a")
 
-# What was made, by number, and the numbers of each group by kind: both go with the group. Numbers, since they are what
-# compiled code can hold as constants: all layers then share one graph.
+# What was made, by number, and the numbers by group and kind. Numbers, since they are what compiled code can hold as
+# constants: all layers then share one graph. Groups are held, as Python's object for one may otherwise go before it does;
+# what belongs to destroyed ones goes when the next is made.
 _instances: dict[int, a2a.ExpertParallel] = {}
-_numbers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
+_numbers: dict[tuple[Any, ...], int] = {}
 _count = itertools.count(1)
 
 
@@ -190,11 +191,12 @@ def _prepared(
     num_sms: int | None,
 ) -> int:
     """The number of the group's instance of this kind, made now (collectively) if none takes so many tokens."""
-    numbers = _numbers.setdefault(group, {})
-    kind = (num_experts, top_k, hidden, dtype, device.type, wire, num_sms)
-    number = numbers.get(kind, 0)
-    if number and _instances[number].spec.max_tokens >= max_tokens:
-        return number
+    kind = (group, num_experts, top_k, hidden, dtype, device.type, wire, num_sms)
+    known = _numbers.get(kind)
+    if known is not None and _instances[known].spec.max_tokens >= max_tokens:
+        return known
+    for other in [other for other in _numbers if other[0] not in c10d._world.pg_map]:
+        del _instances[_numbers.pop(other)]
     ep = a2a.ExpertParallel(
         group,
         num_experts=num_experts,
@@ -206,9 +208,10 @@ def _prepared(
         wire=wire,
         num_sms=num_sms,
     )
-    number = numbers[kind] = next(_count)
-    _instances[number] = ep  # beside one that is too small: backward passes of its dispatches may be to come
-    weakref.finalize(group, _instances.pop, number, None)
+    if known is not None:  # it is too small, but backward passes of its dispatches may be to come
+        _numbers[(*kind, known)] = known
+    number = _numbers[kind] = next(_count)
+    _instances[number] = ep
     _log.info(
         "torchtitan: ExpertParallel of %d experts on %d ranks, hidden %d, up to %d tokens of %s (%s)",
         num_experts, group.size(), hidden, max_tokens, dtype, ep.plan.algorithm.name,
