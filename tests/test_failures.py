@@ -29,8 +29,10 @@ from pool import World
 def survivors_go_on(dead: int) -> None:
     """Those who are left make a group and a communicator among themselves."""
     left = [rank for rank in range(dist.get_world_size()) if rank != dead]
-    with a2a.communicator(dist.new_group(left, use_local_synchronization=True)) as comm:
+    group = dist.new_group(left, use_local_synchronization=True)
+    with a2a.communicator(group) as comm:
         exchange_once(comm)
+    dist.destroy_process_group(group)
 
 
 def die_after(delay_s: float, note: str) -> None:

@@ -231,7 +231,7 @@ class PushExchange(MoeExchange):
             tilers = min(16, _TILER_BYTES // tile)
             self._add(modules["expand"], "expand", cuda_params.Expand, expanders, 32 * tilers, tilers * tile)
         dot_bytes = _DOT_THREADS // 32 * _DOT_SPOTS * 512 * _DOT_DEEP
-        self._add(modules["dots"], "gradient_dots", cuda_params.Expand, expanders // 2, _DOT_THREADS, dot_bytes)
+        self._add(modules["dots"], "dots", cuda_params.Expand, expanders // 2, _DOT_THREADS, dot_bytes)
         self._add(modules["expand"], "gate", cuda_params.Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", cuda_params.Counts, 1, 1024)
         self._add(modules["expand"], "refuse", cuda_params.Gate, 1, 128)
@@ -447,7 +447,7 @@ class PushExchange(MoeExchange):
         grad_TH, rows_RH = _aligned(grad_TH), None if rows_RH is None else _aligned(rows_RH)
         num_tokens, num_rows, device = grad_TH.shape[0], origins.row_rank_R.shape[0], self._comm.device
         expand = (
-            "gradient_dots" if rows_RH is not None else "expand_gradient" + ("" if weights_R is None else "_weighted")
+            "dots" if rows_RH is not None else "expand_gradient" + ("" if weights_R is None else "_weighted")
         )
         grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype, device=device)
         make = torch.zeros if rows_RH is None else torch.empty

@@ -60,8 +60,15 @@ class Hybrid:
                 f"are no shards in the other; shard over all ranks instead (torch's fully_shard)"
             )
         everyone = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-        ranks = [everyone[rank] for rank in topology.domain_of(dist.get_rank(group)).ranks]
-        self._domain = dist.new_group(ranks, backend="a2a", use_local_synchronization=True)
+        self._domain: Any = None
+        for domain in topology.domains:
+            ranks = [everyone[rank] for rank in domain.ranks]
+            # Where all ranks are here, all make each group, as torch wants it: the names of groups that only their members
+            # make depend on how many groups a rank has, which may differ.
+            alone = group is not None
+            if dist.get_rank() in ranks or not alone:
+                made = dist.new_group(ranks, backend="a2a", use_local_synchronization=alone)
+                self._domain = made if dist.get_rank() in ranks else self._domain
         # DTensor takes meshes of the same ranks and names for one, and would go on with the group of one that is gone.
         name = f"domain_{self._domain.group_name[:12]}"
         self.mesh = DeviceMesh.from_group(self._domain, device.type, mesh_dim_names=(name,))

@@ -169,7 +169,7 @@ struct Dots : Expander {
 
 using namespace a2a;
 
-extern "C" __global__ void __launch_bounds__(kDotThreads) moe_push_gradient_dots(const __grid_constant__ Expand a) {
+extern "C" __global__ void __launch_bounds__(kDotThreads) moe_push_dots(const __grid_constant__ Expand a) {
   __shared__ std::uint64_t barriers[kDotThreads / 32 * kStages];
   ptx::await_previous();
   if (has_failed(a.m)) return;
