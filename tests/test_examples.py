@@ -54,10 +54,10 @@ def test_the_language_model_learns_the_same_on_four_ranks_and_on_one() -> None:
         assert re.search(rf"^ *{name} +\d+ +[\d.]+% +[\d.]+%$", output, re.MULTILINE), "its row in the table"
 
 
-@pytest.mark.skipif("RANK" in os.environ, reason="starts ranks of its own; torchrun has started some already")
+@no_launcher
 def test_gradients_under_ddp_on_two_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A2A_TOPOLOGY", "cpu:2x2")
-    output = run_example("ddp.py", launcher=("-m", "torch.distributed.run", "--nproc-per-node", "4"))
+    output = run_example("ddp.py", ranks=4)
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)$", output, re.MULTILINE)]
     assert len(losses) == 4
     assert losses[-1] < 0.3 * losses[0]
