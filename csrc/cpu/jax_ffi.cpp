@@ -1,0 +1,439 @@
+// All-to-all as XLA calls it: handlers for custom calls of programs that JAX compiles (a2a/integrations/jax.py).
+//   all_to_all         out[p] of rank r = in[r] of rank p          pieces of equal size along dimension 0
+//   ragged_all_to_all  rows [input_offsets[p], +send_sizes[p]) of rank r's in become the rows of rank p's out from
+//                      output_offsets[p] on; all else of out stays    (the definition of jax.lax.ragged_all_to_all)
+// Ranks are devices of this process, which meet below, or processes with a communicator each (jax_ranks.cpp).
+//
+// Devices meet by {call site, run, group}. A call site is an instance that XLA makes for each custom call of an executable, so
+// that one function called twice in a program is two sites; a run is one execution of the executable on all its devices.
+// A loop comes to its site again and again: a meeting leaves the table when its last rank arrives, and no rank can come to
+// the next one before it has left this one.
+// VISIBLE  everything here is one process: a rank's buffers are handed over under the mutex, and results by XLA's futures.
+// REUSE    XLA keeps a call's buffers until its future is resolved, and all are resolved after the last copy.
+// PROGRESS no handler waits. XLA may run all devices on one thread, in turn: a rank leaves its buffers and a future, and the
+//          last one to arrive copies for all.
+// FAILURE  a meeting that isn't complete at its deadline is dissolved by the timer's thread: each future gets an error that
+//          names the missing ranks, and so does a rank that comes later.
+#include "jax_ffi.h"
+
+#include <pthread.h>
+#include <time.h>
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "a2a.h"
+#include "compat.h"
+#include "signal.h"
+#include "simd.h"
+
+namespace a2a {
+namespace jax {
+
+using namespace xla;
+
+// ---- what a call says
+
+Error* error(const Api* api, Code code, const char* message) {
+  ErrorCreate args{sizeof args, nullptr, message, code};
+  return api->error_create(&args);
+}
+
+Error* errorf(const Api* api, Code code, const char* format, ...) {
+  char message[1024];
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(message, sizeof message, format, values);
+  va_end(values);
+  return error(api, code, message);
+}
+
+void resolve(const Api* api, Future* future, Code code, const char* message) {
+  if (!message) {
+    FutureSetAvailable args{sizeof args, nullptr, future};
+    api->future_set_available(&args);
+  } else {
+    FutureSetError args{sizeof args, nullptr, future, error(api, code, message)};
+    api->future_set_error(&args);
+  }
+}
+
+Error* make_future(const Api* api, Future** future) {
+  FutureCreate args{sizeof args, nullptr, nullptr};
+  Error* failed = api->future_create(&args);
+  *future = args.future;
+  return failed;
+}
+
+namespace {
+
+TypeId site_type{0};  // XLA gives it a number when it is registered
+void destroy_site(void* site) { std::free(site); }
+TypeInfo site_info{sizeof(TypeInfo), nullptr, destroy_site};
+
+const void* attribute(const CallFrame& f, const char* name, int type) {
+  for (std::int64_t i = 0; i < f.attributes.count; i++) {
+    const Span& have = *f.attributes.names[i];
+    if (have.bytes == std::strlen(name) && !std::memcmp(have.data, name, have.bytes) && f.attributes.types[i] == type)
+      return f.attributes.values[i];
+  }
+  return nullptr;
+}
+
+template <class T>
+bool scalar(const CallFrame& f, const char* name, int dtype, T* value) {
+  const auto* s = static_cast<const Scalar*>(attribute(f, name, kScalar));
+  if (!s || s->dtype != dtype) return false;
+  std::memcpy(value, s->value, sizeof *value);
+  return true;
+}
+
+bool text(const CallFrame& f, const char* name, char* out, std::size_t bytes) {
+  const auto* s = static_cast<const Span*>(attribute(f, name, kString));
+  if (!s) return false;
+  const std::size_t n = s->bytes < bytes - 1 ? s->bytes : bytes - 1;
+  std::memcpy(out, s->data, n);
+  out[n] = 0;
+  return true;
+}
+
+// XLA asks what a handler is before it uses it, and knows from that whether it can call it.
+bool answer_metadata(CallFrame* f, bool has_state) {
+  if (!f->extensions || f->extensions->type != kMetadataExtension) return false;
+  Metadata* m = reinterpret_cast<MetadataExtension*>(f->extensions)->metadata;
+  m->version = {sizeof(Version), nullptr, kMajor, kMinor};
+  m->traits = 0;
+  if (m->size >= sizeof(Metadata)) m->state = has_state ? site_type : TypeId{0};
+  return true;
+}
+
+Error* wrong_version(const CallFrame* f) {
+  const Version& v = f->api->version;
+  if (v.major == kMajor && v.minor >= kMinor && f->api->size >= sizeof(Api) && f->size >= offsetof(CallFrame, future))
+    return nullptr;
+  return errorf(
+      f->api, kFailedPrecondition,
+      "a2a: this jaxlib speaks version %d.%d of XLA's FFI, a2a needs %d.%d or later of %d; install jaxlib 0.10.2 or "
+      "a newer a2a",
+      v.major, v.minor, kMajor, kMinor, kMajor);
+}
+
+std::uint64_t bytes_of(const Buffer& b, std::uint64_t element) {
+  for (std::int64_t i = 0; i < b.rank; i++) element *= std::uint64_t(b.dims[i]);
+  return element;
+}
+
+// ---- the call of one rank
+
+Error* read_call(CallFrame* f, Call* call) {
+  *call = Call{};
+  call->api = f->api;
+  std::int64_t world = 0, element = 0;
+  if (!scalar(*f, "world", kS64, &world) || !scalar(*f, "element_bytes", kS64, &element) ||
+      !scalar(*f, "timeout_s", kF64, &call->timeout_s) || !text(*f, "what", call->what, sizeof call->what) ||
+      !scalar(*f, "communicator", kS64, &call->communicator) || !scalar(*f, "digest", kS64, &call->digest))
+    return error(f->api, kInvalidArgument, "a2a: a custom call without a2a's attributes; use a2a.integrations.jax");
+  call->world = std::uint32_t(world);
+  call->ragged = f->args.count == 7;
+  if ((f->args.count != 2 && !call->ragged) || f->results.count != 1)
+    return errorf(f->api, kInvalidArgument, "%s: %lld operands, expected 2 or 7", call->what, (long long)f->args.count);
+  const Buffer &in = *f->args.buffers[0], &out = *f->results.buffers[0];
+  const Buffer& place = *f->args.buffers[f->args.count - 1];
+  if (place.dtype != kS32 || bytes_of(place, 1) != 2)
+    return errorf(f->api, kInvalidArgument, "%s: the last operand is {group, rank} in int32", call->what);
+  call->group = static_cast<const std::int32_t*>(place.data)[0];
+  call->rank = std::uint32_t(static_cast<const std::int32_t*>(place.data)[1]);
+  if (call->rank >= call->world)
+    return errorf(f->api, kInvalidArgument, "%s: rank %u of %u", call->what, call->rank, call->world);
+  call->in = static_cast<const std::uint8_t*>(in.data);
+  call->out = static_cast<std::uint8_t*>(out.data);
+  const std::uint64_t in_bytes = bytes_of(in, std::uint64_t(element)),
+                      out_bytes = bytes_of(out, std::uint64_t(element));
+  if (!call->ragged) {
+    if (in_bytes != out_bytes || in_bytes % call->world)
+      return errorf(f->api, kInvalidArgument, "%s: %llu bytes can't be shared by %u ranks", call->what,
+                    (unsigned long long)in_bytes, call->world);
+    call->piece = in_bytes / call->world;
+    return nullptr;
+  }
+  call->in_rows = in.dims[0];
+  call->out_rows = out.dims[0];
+  call->row_bytes = std::uint64_t(element);
+  for (std::int64_t i = 1; i < in.rank; i++) call->row_bytes *= std::uint64_t(in.dims[i]);
+  const Buffer& initial = *f->args.buffers[1];
+  if (initial.data != out.data && out_bytes) std::memcpy(out.data, initial.data, out_bytes);
+  const std::int32_t** const lists[] = {&call->in_offset, &call->send, &call->out_offset, &call->recv};
+  for (int i = 0; i < 4; i++) {
+    const Buffer& list = *f->args.buffers[2 + i];
+    if (list.dtype != kS32 || bytes_of(list, 1) != call->world)
+      return errorf(f->api, kInvalidArgument, "%s: offsets and sizes are %u of int32", call->what, call->world);
+    *lists[i] = static_cast<const std::int32_t*>(list.data);
+  }
+  return nullptr;
+}
+
+// ---- meetings of devices of this process
+
+struct Meeting {
+  Meeting* next;
+  const void* site;
+  std::int64_t run, group;
+  std::uint32_t world, arrived;
+  std::uint64_t deadline_ns;
+  double timeout_s;
+  Call* calls;  // [world]; whose future is null has not arrived
+};
+struct Missed {  // a meeting that was dissolved, for those who come later
+  const void* site;
+  std::int64_t run, group;
+};
+constexpr std::uint32_t kMissed = 64;
+
+pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // guards all below
+Meeting* meetings = nullptr;
+Missed missed[kMissed];
+std::uint32_t num_missed = 0;
+pthread_cond_t earlier;  // a deadline came before what the timer sleeps for
+bool timer_runs = false;
+std::uint64_t timer_until_ns = 0;
+
+void say_missing(const Meeting& m, char* message, std::size_t bytes) {
+  const char* what = "";
+  char names[256] = "";
+  std::size_t at = 0;
+  for (std::uint32_t r = 0; r < m.world; r++) {
+    if (m.calls[r].future)
+      what = m.calls[r].what;
+    else if (at < sizeof names - 16)
+      at += std::size_t(std::snprintf(names + at, sizeof names - at, "%s%u", at ? ", " : "", r));
+  }
+  std::snprintf(
+      message, bytes,
+      "%s: %u of %u ranks waited %.1f s for rank %s. All devices along the axis must make this call: did one take "
+      "another branch, or fail? The limit is timeout_s, or A2A_TIMEOUT_S",
+      what, m.arrived, m.world, m.timeout_s, names);
+}
+
+void dissolve(Meeting* m) {
+  char message[1024];
+  say_missing(*m, message, sizeof message);
+  for (std::uint32_t r = 0; r < m->world; r++)
+    if (m->calls[r].future) resolve(m->calls[r].api, m->calls[r].future, kDeadlineExceeded, message);
+  std::free(m->calls);
+  std::free(m);
+}
+
+void* timer(void*) {
+  pthread_mutex_lock(&mutex);
+  for (;;) {
+    const std::uint64_t now = now_ns();
+    Meeting* late = nullptr;
+    timer_until_ns = now + 3'600'000'000'000ull;
+    for (Meeting** p = &meetings; *p; p = &(*p)->next) {
+      if ((*p)->deadline_ns <= now) {
+        late = *p;
+        *p = late->next;
+        missed[num_missed++ % kMissed] = {late->site, late->run, late->group};
+        break;
+      }
+      if ((*p)->deadline_ns < timer_until_ns) timer_until_ns = (*p)->deadline_ns;
+    }
+    if (late) {  // XLA may go on with the program in here
+      pthread_mutex_unlock(&mutex);
+      dissolve(late);
+      pthread_mutex_lock(&mutex);
+      continue;
+    }
+    const timespec until{time_t(timer_until_ns / 1'000'000'000u), long(timer_until_ns % 1'000'000'000u)};
+    pthread_cond_timedwait(&earlier, &mutex, &until);
+  }
+  return nullptr;
+}
+
+bool start_timer() {  // the mutex is held
+  if (timer_runs) return true;
+  pthread_condattr_t clock;
+  pthread_condattr_init(&clock);
+  pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+  pthread_cond_init(&earlier, &clock);
+  pthread_t thread;
+  timer_runs = pthread_create(&thread, nullptr, timer, nullptr) == 0;
+  if (timer_runs) pthread_detach(thread);
+  return timer_runs;
+}
+
+void copy(std::uint8_t* out, const std::uint8_t* in, std::uint64_t bytes) {
+  if (bytes >= (2u << 20))
+    simd().copy_stream(out, in, bytes);
+  else if (bytes)
+    std::memcpy(out, in, bytes);
+}
+
+// False, with a message: the ranks' lists don't fit together.
+bool exchange(const Meeting& m, char* message, std::size_t bytes) {
+  for (std::uint32_t r = 0; r < m.world; r++)
+    for (std::uint32_t p = 0; p < m.world; p++) {
+      const Call &from = m.calls[p], &to = m.calls[r];
+      if (from.ragged != to.ragged || from.piece != to.piece || from.row_bytes != to.row_bytes) {
+        std::snprintf(message, bytes, "%s: ranks %u and %u bring pieces of different sizes", to.what, r, p);
+        return false;
+      }
+      if (to.ragged && !piece_fits(to, p, from.send[r], from.out_offset[r], message, bytes)) return false;
+      if (to.ragged && !own_piece_fits(from, r, message, bytes)) return false;
+    }
+  for (std::uint32_t r = 0; r < m.world; r++)
+    for (std::uint32_t p = 0; p < m.world; p++) {
+      const Call &from = m.calls[p], &to = m.calls[r];
+      if (!to.ragged)
+        copy(to.out + p * to.piece, from.in + r * to.piece, to.piece);
+      else
+        copy(to.out + from.out_offset[r] * std::int64_t(to.row_bytes),
+             from.in + from.in_offset[r] * std::int64_t(to.row_bytes), std::uint64_t(from.send[r]) * to.row_bytes);
+    }
+  return true;
+}
+
+struct Wakeup {
+  const Api* api;
+  Future* future;
+};
+void wake_up(void* data) {
+  const Wakeup w = *static_cast<Wakeup*>(data);
+  std::free(data);
+  resolve(w.api, w.future, kInternal, nullptr);
+}
+
+// Whoever resolves a future goes on with that device's program: one of XLA's threads for each, rather than this one for all.
+void resume(Execution* execution, const Call& call) {
+  auto* w = static_cast<Wakeup*>(std::malloc(sizeof(Wakeup)));
+  *w = {call.api, call.future};
+  Schedule args{sizeof args, nullptr, execution, wake_up, w};
+  if (Error* failed = call.api->schedule(&args)) {  // there are no threads
+    struct {
+      std::size_t size;
+      Extension* extensions;
+      Error* error;
+    } destroy{sizeof destroy, nullptr, failed};
+    call.api->error_destroy(&destroy);
+    wake_up(w);
+  }
+}
+
+// All have arrived: `last` is the rank whose handler runs this.
+Error* complete(CallFrame* f, Meeting* m, std::uint32_t last) {
+  char message[1024];
+  const bool fine = exchange(*m, message, sizeof message);
+  for (std::uint32_t r = 0; r < m->world; r++) {
+    const Call& call = m->calls[r];
+    if (r == last) continue;
+    if (fine)
+      resume(f->execution, call);
+    else
+      resolve(call.api, call.future, kInvalidArgument, message);
+  }
+  std::free(m->calls);
+  std::free(m);
+  return fine ? nullptr : error(f->api, kInvalidArgument, message);
+}
+
+Meeting* find_meeting(const void* site, std::int64_t run, const Call& call) {  // the mutex is held
+  for (Meeting* m = meetings; m; m = m->next)
+    if (m->site == site && m->run == run && m->group == call.group) return m;
+  auto* m = static_cast<Meeting*>(std::calloc(1, sizeof(Meeting)));
+  m->site = site;
+  m->run = run;
+  m->group = call.group;
+  m->world = call.world;
+  m->timeout_s = call.timeout_s;
+  m->deadline_ns = now_ns() + std::uint64_t(call.timeout_s * 1e9);
+  m->calls = static_cast<Call*>(std::calloc(call.world, sizeof(Call)));
+  m->next = meetings;
+  meetings = m;
+  if (m->deadline_ns < timer_until_ns) pthread_cond_signal(&earlier);
+  return m;
+}
+
+Error* meet(CallFrame* f, Call& call, const void* site) {
+  RunId run{sizeof run, nullptr, f->execution, 0};
+  if (Error* failed = f->api->run_id_get(&run)) return failed;
+  pthread_mutex_lock(&mutex);
+  for (const Missed& gone : missed)
+    if (gone.site == site && gone.run == run.id && gone.group == call.group) {
+      pthread_mutex_unlock(&mutex);
+      return errorf(f->api, kDeadlineExceeded, "%s: rank %u came after the other ranks had given up (timeout_s=%g)",
+                    call.what, call.rank, call.timeout_s);
+    }
+  if (!start_timer()) {
+    pthread_mutex_unlock(&mutex);
+    return errorf(f->api, kInternal, "%s: no thread can be started (%s)", call.what, std::strerror(errno));
+  }
+  Meeting* m = find_meeting(site, run.id, call);
+  if (m->calls[call.rank].future) {
+    pthread_mutex_unlock(&mutex);
+    return errorf(f->api, kInternal, "%s: rank %u came twice before the others came once", call.what, call.rank);
+  }
+  const bool all = m->arrived + 1 == m->world;
+  Error* failed = all ? nullptr : make_future(f->api, &call.future);
+  if (!failed) {
+    m->calls[call.rank] = call;
+    m->arrived++;
+    f->future = call.future;  // null for the last one, whose result is there when it returns
+  }
+  if (all)
+    for (Meeting** p = &meetings; *p; p = &(*p)->next)
+      if (*p == m) {
+        *p = m->next;
+        break;
+      }
+  pthread_mutex_unlock(&mutex);
+  return all ? complete(f, m, call.rank) : failed;
+}
+
+}  // namespace
+
+bool piece_fits(const Call& to, std::uint32_t from, std::int64_t rows, std::int64_t at, char* message,
+                std::size_t bytes) {
+  if (rows == to.recv[from] && rows >= 0 && at >= 0 && at <= to.out_rows && rows <= to.out_rows - at) return true;
+  std::snprintf(
+      message, bytes,
+      "%s: rank %u sends %lld rows to rank %u, from row %lld of its output on; rank %u expects %lld rows and its "
+      "output has %lld",
+      to.what, from, (long long)rows, to.rank, (long long)at, to.rank, (long long)to.recv[from],
+      (long long)to.out_rows);
+  return false;
+}
+
+bool own_piece_fits(const Call& from, std::uint32_t to, char* message, std::size_t bytes) {
+  const std::int64_t at = from.in_offset[to], rows = from.send[to];
+  if (rows >= 0 && at >= 0 && at <= from.in_rows && rows <= from.in_rows - at) return true;
+  std::snprintf(message, bytes, "%s: rank %u sends rank %u %lld rows from row %lld on, of the %lld that it has",
+                from.what, from.rank, to, (long long)rows, (long long)at, (long long)from.in_rows);
+  return false;
+}
+
+}  // namespace jax
+}  // namespace a2a
+
+using namespace a2a::jax;
+
+void* a2a_jax_site_type(void) { return &site_type; }
+void* a2a_jax_site_info(void) { return &site_info; }
+
+a2a::xla::Error* a2a_jax_instantiate(a2a::xla::CallFrame* f) {
+  if (answer_metadata(f, true)) return nullptr;
+  if (Error* failed = wrong_version(f)) return failed;
+  State args{sizeof args, nullptr, f->execution, kInstantiate, &site_type, std::malloc(1)};
+  return f->api->state_set(&args);
+}
+
+a2a::xla::Error* a2a_jax_execute(a2a::xla::CallFrame* f) {
+  if (answer_metadata(f, false)) return nullptr;
+  if (Error* failed = wrong_version(f)) return failed;
+  Call call;
+  if (Error* failed = read_call(f, &call)) return failed;
+  State args{sizeof args, nullptr, f->execution, kInstantiate, &site_type, nullptr};
+  if (Error* failed = f->api->state_get(&args)) return failed;
+  return meet(f, call, args.state);
+}

@@ -1,0 +1,47 @@
+// A call of one rank, as XLA's custom calls bring it: what the handlers for devices and for processes share.
+#pragma once
+#include "a2a.h"
+#include "xla_ffi.h"
+
+namespace a2a {
+namespace jax {
+
+struct Call {
+  const xla::Api* api;
+  xla::Future* future;
+  const std::uint8_t* in;
+  std::uint8_t* out;
+  std::uint32_t world, rank;
+  std::int64_t group;  // of the devices that differ along the axis alone
+  bool ragged;
+  std::uint64_t piece;                                       // bytes for each rank, if not ragged
+  std::uint64_t row_bytes;                                   // from here on: if ragged
+  const std::int32_t *in_offset, *send, *out_offset, *recv;  // [world], in rows
+  std::int64_t in_rows, out_rows;
+  std::int64_t communicator;  // 0: devices of this process
+  std::int64_t digest;        // of what all ranks must agree on
+  double timeout_s;
+  char what[128];  // for errors
+};
+
+xla::Error* error(const xla::Api* api, xla::Code code, const char* message);
+xla::Error* errorf(const xla::Api* api, xla::Code code, const char* format, ...) __attribute__((format(printf, 3, 4)));
+xla::Error* make_future(const xla::Api* api, xla::Future** future);
+void resolve(const xla::Api* api, xla::Future* future, xla::Code code, const char* message);  // message null: success
+
+// Of a ragged call, as its receiver and as its sender sees it. False, with a message: it lies outside, or sizes differ.
+bool piece_fits(const Call& to, std::uint32_t from, std::int64_t rows, std::int64_t at, char* message,
+                std::size_t bytes);
+bool own_piece_fits(const Call& from, std::uint32_t to, char* message, std::size_t bytes);
+
+// jax_ranks.cpp: ranks are processes.
+xla::Error* submit(xla::CallFrame* frame, const Call& call);
+
+}  // namespace jax
+}  // namespace a2a
+
+// Handlers, and the type of a call site: for XLA's registry.
+A2A_API a2a::xla::Error* a2a_jax_instantiate(a2a::xla::CallFrame*);
+A2A_API a2a::xla::Error* a2a_jax_execute(a2a::xla::CallFrame*);
+A2A_API void* a2a_jax_site_type(void);
+A2A_API void* a2a_jax_site_info(void);
