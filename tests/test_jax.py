@@ -1,4 +1,4 @@
-"""All-to-all inside programs that JAX compiles, against jax.lax: between four devices of this process."""
+"""All-to-all inside programs that JAX compiles, against jax.lax: between devices of a process, and between processes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 jax = pytest.importorskip("jax", reason="needs jax: pip install 'a2a[jax]', or see .ci/jax")
 
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, PartitionSpec  # noqa: E402
 
+import a2a  # noqa: E402
 from a2a.integrations import jax as a2a_jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 4)
 WORLD = 4
+FAILURES = (jax.errors.JaxRuntimeError, ValueError)  # JAX turns some statuses into the one, some into the other
 AXES = PartitionSpec("x")
 
 
@@ -60,6 +63,99 @@ def test_the_gradient_is_that_of_lax() -> None:
     np.testing.assert_array_equal(gradient(a2a_jax.all_to_all), gradient(jax.lax.all_to_all))
 
 
+def split(seed: int, rows: int = 7) -> tuple[Any, ...]:
+    """How many rows each rank sends each, and the lists of ragged_all_to_all for that: [ranks, ranks]."""
+    sizes = np.random.default_rng(seed).integers(0, rows, (WORLD, WORLD)).astype(np.int32)
+    sizes[1, :] = 0
+    starts = np.cumsum(sizes, 1) - sizes
+    there = np.cumsum(sizes, 0) - sizes + 1  # every rank's first row stays
+    return starts, sizes, there, sizes.T
+
+
+def ragged_reference(operand: Any, output: Any, starts: Any, sizes: Any, there: Any, _: Any) -> Any:
+    """jax.lax.ragged_all_to_all as its documentation defines it, for all devices at once."""
+    out = list(jnp.split(output, WORLD))
+    rows = jnp.split(operand, WORLD)
+    for p in range(WORLD):
+        for r in range(WORLD):
+            a, b, n = starts[p, r], there[p, r], sizes[p, r]
+            out[r] = out[r].at[b : b + n].set(rows[p][a : a + n])
+    return jnp.concatenate(out)
+
+
+def ragged(operand: Any, output: Any, *lists: Any) -> Any:
+    def exchange(operand: Any, output: Any, *lists: Any) -> Any:
+        return a2a_jax.ragged_all_to_all(operand, output, *(a[0] for a in lists), axis_name="x", timeout_s=10.0)
+
+    return jax.block_until_ready(on_devices(exchange)(operand, output, *lists))
+
+
+def gradients(f: Any, weight: Any, operand: Any, output: Any, *lists: Any) -> Any:
+    return jax.jit(jax.grad(lambda a, b: (f(a, b, *lists) * weight).sum(), (0, 1)))(operand, output)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_ragged_all_to_all_and_its_gradient(dtype: str) -> None:
+    for seed in range(2):
+        lists = split(seed)
+        operand, output = numbers(WORLD * 28, 3, 2, dtype=dtype), numbers(WORLD * 30, 3, 2, dtype=dtype) + 1
+        np.testing.assert_array_equal(ragged(operand, output, *lists), ragged_reference(operand, output, *lists))
+        if dtype == "int8":
+            continue
+        weight = numbers(WORLD * 30, 3, 2, dtype=dtype)
+        got, expected = (gradients(f, weight, operand, output, *lists) for f in (ragged, ragged_reference))
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_sizes_that_disagree_are_told() -> None:
+    starts, sizes, there, recv = split(0)
+    recv = recv.copy()
+    recv[2, 3] += 1
+    operand, output = numbers(WORLD * 28, 3), numbers(WORLD * 30, 3)
+    with pytest.raises(FAILURES, match=r"rank 3 sends . rows to rank 2.*rank 2 expects"):
+        ragged(operand, output, starts, sizes, there, recv)
+    starts = starts.copy()
+    starts[3, 0] = 28
+    with pytest.raises(FAILURES, match=r"rank 3 sends rank 0 . rows from row 28 on, of the 28"):
+        ragged(operand, output, starts, sizes, there, sizes.T)
+
+
+def test_loops_and_recomputation() -> None:
+    """A call in a loop, two calls of one compiled function, and a backward pass that makes them again."""
+
+    def steps(op: Any, x: Any) -> Any:
+        again = jax.jit(lambda x: op(x, "x", 0, 0, tiled=True))
+        step = jax.checkpoint(lambda x, _: (jnp.sin(again(x) + again(2 * x)), None))
+        return jax.lax.scan(step, x, None, length=20)[0]
+
+    x = numbers(WORLD * 8, 3)
+    got, expected = (
+        jax.jit(jax.value_and_grad(lambda x, op=op: on_devices(functools.partial(steps, op))(x).sum()))(x)
+        for op in (a2a_jax.all_to_all, jax.lax.all_to_all)
+    )
+    np.testing.assert_array_equal(got[0], expected[0])
+    np.testing.assert_array_equal(got[1], expected[1])
+
+
+def test_groups_of_a_mesh_with_two_axes() -> None:
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    x = numbers(16, 8)
+    for axis in ("x", "y", ("y", "x")):
+        got, expected = (
+            jax.jit(
+                jax.shard_map(
+                    functools.partial(op, axis_name=axis, split_axis=0, concat_axis=1, tiled=True),
+                    mesh=mesh,
+                    in_specs=PartitionSpec("x", "y"),
+                    out_specs=PartitionSpec("x", "y"),
+                )
+            )(x)
+            for op in (a2a_jax.all_to_all, jax.lax.all_to_all)
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_a_missing_device_is_named() -> None:
     def all_but_two(x: Any) -> Any:
         def exchange(x: Any) -> Any:
@@ -67,5 +163,86 @@ def test_a_missing_device_is_named() -> None:
 
         return jax.lax.cond(jax.lax.axis_index("x") == 2, lambda x: x + 0, exchange, x)
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"3 of 4 ranks waited 1.0 s for rank 2\."):
+    with pytest.raises(FAILURES, match=r"3 of 4 ranks waited 1.0 s for rank 2\."):
         jax.block_until_ready(on_devices(all_but_two, check_vma=False)(numbers(16, 4)))
+
+
+def test_shapes_that_do_not_fit_are_told_when_traced() -> None:
+    def call(**kwargs: Any) -> None:
+        on_devices(lambda x: a2a_jax.all_to_all(x, **kwargs))(numbers(24, 4))
+
+    with pytest.raises(ValueError, match=r"x has 6 along split_axis 0, which 4 ranks cannot share"):
+        call(axis_name="x", split_axis=0, concat_axis=0, tiled=True)
+    with pytest.raises(ValueError, match=r"'z' is no axis .* expected one of \['x'\]"):
+        call(axis_name="z", split_axis=1, concat_axis=0)
+
+
+# ---------------------------------------------------------------- between processes
+
+
+def check_processes() -> None:
+    with a2a.communicator(timeout=20.0) as comm:
+        rank, world = comm.rank, comm.world_size
+        everyone = [np.arange(world * 6, dtype=np.float32).reshape(-1, 3) + 100 * r for r in range(world)]
+        pieces = [np.split(x, world)[rank] for x in everyone]
+        exchange = jax.jit(lambda x: a2a_jax.all_to_all(x, comm, 0, 1, tiled=True))
+        for _ in range(20):
+            np.testing.assert_array_equal(exchange(everyone[rank]), np.concatenate(pieces, 1))
+        weights = [np.arange(2 * world * 3, dtype=np.float32).reshape(2, -1) * (r + 1) for r in range(world)]
+        got = jax.jit(jax.grad(lambda x, w: (exchange(x) * w).sum()))(everyone[rank], weights[rank])
+        np.testing.assert_array_equal(got, np.concatenate([np.split(w, world, 1)[rank] for w in weights]))
+
+        send = np.asarray([[(p + 2 * r) % 4 for p in range(world)] for r in range(world)], np.int32)
+        starts, there = np.cumsum(send, 1) - send, np.cumsum(send, 0) - send
+        rows = [np.arange(8 * 5, dtype=np.float32).reshape(8, 5) + 1000 * r for r in range(world)]
+        lists = starts[rank], send[rank], there[rank], send[:, rank]
+
+        @jax.jit
+        def step(x: Any, *lists: Any) -> Any:
+            return a2a_jax.ragged_all_to_all(x, jnp.zeros((9, 5)), *lists, axis_name=comm)
+
+        expected = np.zeros((9, 5), np.float32)
+        for p in range(world):
+            a, b, n = starts[p, rank], there[p, rank], send[p, rank]
+            expected[b : b + n] = rows[p][a : a + n]
+        np.testing.assert_array_equal(step(rows[rank], *lists), expected)
+        got = jax.jit(jax.grad(lambda x, f, *lists: (step(x, *lists) * f).sum()))(rows[rank], rank + 1.0, *lists)
+        factor = np.zeros((8, 1), np.float32)
+        for p in range(world):
+            factor[starts[rank, p] : starts[rank, p] + send[rank, p]] = p + 1
+        np.testing.assert_array_equal(got, np.broadcast_to(factor, (8, 5)))
+
+
+@pytest.mark.ranks(2, 3)
+def test_processes_exchange(world: Any) -> None:
+    world.run(check_processes)
+
+
+def check_failures() -> None:
+    x = numbers(4, 3)
+    comm = a2a.communicator(timeout=1.0)
+    exchange = jax.jit(lambda x: a2a_jax.all_to_all(x, comm, 0, 0, tiled=True))
+    jax.block_until_ready(exchange(x))
+    if comm.rank == 0:
+        with pytest.raises(FAILURES, match=r"rank 0 waited 1.0 s for rank 1 in jax all_to_all\(float32\[2, 2, 3\]\)"):
+            jax.block_until_ready(exchange(x))
+        with pytest.raises(a2a.PeerTimeoutError, match="rank 0 waited"):
+            comm.check()
+    dist.barrier()
+    comm.close()
+    with pytest.raises(FAILURES, match="its communicator is closed"):
+        jax.block_until_ready(exchange(x))
+
+    with a2a.communicator(timeout=10.0) as comm:
+        recv = np.asarray([1, 2 if comm.rank else 1], np.int32)
+        one = np.asarray([1, 1], np.int32)
+        starts = np.asarray([0, 1], np.int32)
+        there = np.asarray([comm.rank] * 2, np.int32)
+        exchange = jax.jit(functools.partial(a2a_jax.ragged_all_to_all, axis_name=comm))
+        why = "rank 1 sends 1 rows to rank 1, .* rank 1 expects 2 rows"
+        with pytest.raises(FAILURES, match=why if comm.rank else f"rank 1 refused its own call.*{why}"):
+            jax.block_until_ready(exchange(x, x, starts, one, there, recv))
+
+
+def test_a_missing_process_is_named_and_wrong_sizes_are_told(world: Any) -> None:
+    world.run(check_failures)

@@ -1,18 +1,19 @@
 """All-to-all inside programs that JAX compiles: `jax.jit` and `jax.shard_map`, on CPU.
 
     from a2a.integrations import jax as a2a_jax
-    y = a2a_jax.all_to_all(x, "expert", split_axis=0, concat_axis=0, tiled=True)
+    y = a2a_jax.all_to_all(x, "expert", 0, 0, tiled=True)    # between the devices of this process
+    y = a2a_jax.all_to_all(x, comm, 0, 0, tiled=True)        # between processes: a2a.communicator(group), one device each
 
 Each is a custom call whose handler is in a2a's C library (csrc/cpu/jax_ffi.cpp). No handler waits: XLA gets a future, so it
-may run its devices in turn. Results are those of jax.lax, bit for bit, and so are reverse-mode gradients; there is no forward
-mode.
+may run its devices in turn. Results and reverse-mode gradients are those of jax.lax, bit for bit; there is no forward mode.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import hashlib
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import a2a
 from a2a.config import config
 from a2a.kernels import cpu
 
-AxisName = str | tuple[str, ...]
+AxisName = str | tuple[str, ...] | a2a.Communicator
 
 _TARGET = "a2a_all_to_all"
-_registering = threading.Lock()
+_lock = threading.Lock()
 
 
 def all_to_all(
@@ -42,18 +44,21 @@ def all_to_all(
 
     Args:
         x: any shape and dtype of whole bytes.
-        axis_name: of the mesh, one or several: ranks are its devices, all in this process.
+        axis_name: of the mesh, one or several: ranks are its devices, all in this process. Or a Communicator: ranks are its
+            processes, which run the same program on one device each: what differs by rank is an argument, no constant.
         split_axis: its size is the number of ranks (tiled: a multiple of it); piece p goes to rank p.
         concat_axis: where the pieces are stacked (tiled: concatenated), in rank order.
         tiled: as in jax.lax.all_to_all.
-        timeout_s: how long devices wait for one that doesn't come; default: A2A_TIMEOUT_S, or 1800.
+        timeout_s: how long devices wait for one that doesn't come; default: A2A_TIMEOUT_S, or 1800. A
+            Communicator has its own.
     Raises:
         ValueError: shapes don't fit, when traced.
-        jax.errors.JaxRuntimeError: when run: a rank did not come, and is named; or ranks differ.
+        jax.errors.JaxRuntimeError: or ValueError, when run: a rank did not come, and is named; or ranks differ.
+            With a Communicator, its check() raises the same as one of a2a's errors.
     Like: jax.lax.all_to_all. Differs: no axis_index_groups, no forward-mode gradient.
     """
-    ranks = _Ranks.of(axis_name, timeout_s, "all_to_all")
-    (x,) = ranks.varying(x)
+    ranks = _ranks(axis_name, timeout_s, "all_to_all")
+    (x,) = _alike(ranks, x)
     world = ranks.world
     split_axis, concat_axis = (_axis(a, x.ndim, "all_to_all") for a in (split_axis, concat_axis))
     size = x.shape[split_axis]
@@ -70,6 +75,46 @@ def all_to_all(
     return received.reshape(*shape[:concat_axis], world * shape[concat_axis + 1], *shape[concat_axis + 2 :])
 
 
+def ragged_all_to_all(
+    operand: Any,
+    output: Any,
+    input_offsets: Any,
+    send_sizes: Any,
+    output_offsets: Any,
+    recv_sizes: Any,
+    *,
+    axis_name: AxisName,
+    timeout_s: float | None = None,
+) -> Any:
+    """Send any number of rows to each rank of an axis, and return `output` with what they send in its place.
+
+    Args:
+        operand: [rows, ...]; what is sent to different ranks may not overlap, if its gradient is taken.
+        output: [rows, ...] of the same dtype and row shape; what no rank sends to stays.
+        input_offsets, send_sizes: [ranks] integers: rank p is sent send_sizes[p] rows from input_offsets[p] on.
+        output_offsets: [ranks] integers: where in rank p's output they begin there.
+        recv_sizes: [ranks] integers: how many rows rank p sends here.
+        axis_name, timeout_s: as in all_to_all.
+    Raises:
+        ValueError: shapes or dtypes don't fit, when traced.
+        jax.errors.JaxRuntimeError, ValueError: when run, as all_to_all; or sizes of ranks disagree, or rows lie outside.
+    Like: jax.lax.ragged_all_to_all. Differs: runs on CPU, checks sizes, no axis_index_groups, no forward-mode gradient.
+    """
+    ranks = _ranks(axis_name, timeout_s, "ragged_all_to_all")
+    lists = [jnp.asarray(a) for a in (input_offsets, send_sizes, output_offsets, recv_sizes)]
+    for name, a in zip(("input_offsets", "send_sizes", "output_offsets", "recv_sizes"), lists, strict=True):
+        if a.shape != (ranks.world,) or not jnp.issubdtype(a.dtype, jnp.integer):
+            raise ValueError(
+                f"ragged_all_to_all: {name} has shape {a.shape} and dtype {a.dtype}; expected ({ranks.world},), integers"
+            )
+    if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:] or not operand.ndim:
+        raise ValueError(
+            f"ragged_all_to_all: operand is {operand.dtype}{list(operand.shape)}, output {output.dtype}"
+            f"{list(output.shape)}; expected the same dtype and the same shape but for dimension 0"
+        )
+    return _ragged(*_alike(ranks, operand, output, *(a.astype(jnp.int32) for a in lists)), ranks)
+
+
 def _axis(axis: int, ndim: int, op: str) -> int:
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: axis {axis} of an array of {ndim} dimensions")
@@ -79,10 +124,12 @@ def _axis(axis: int, ndim: int, op: str) -> int:
 # ---------------------------------------------------------------- who exchanges
 
 
-class _Ranks:
-    """An axis of the mesh, as the call sees it when it is traced."""
+class _Axis:
+    """An axis of the mesh, as a call sees it when it is traced: ranks are devices."""
 
-    def __init__(self, axes: tuple[str, ...], timeout_s: float, op: str) -> None:
+    communicator = 0
+
+    def __init__(self, axes: tuple[str, ...], timeout_s: float | None, op: str) -> None:
         mesh = jax.sharding.get_abstract_mesh()
         manual = mesh.manual_axes
         if missing := [axis for axis in axes if axis not in manual]:
@@ -94,32 +141,65 @@ class _Ranks:
             raise ValueError(f"{op}: jax.shard_map must run over all axes of the mesh; left out: {left}")
         self.axes, self.others = axes, tuple(axis for axis in manual if axis not in axes)
         self.world = int(np.prod([mesh.shape[axis] for axis in axes]))
-        self.timeout_s, self.op = timeout_s, op
-
-    @staticmethod
-    def of(axis_name: AxisName, timeout_s: float | None, op: str) -> _Ranks:
-        if timeout_s is None:
-            timeout_s = config().timeout_s or 1800.0
-        return _Ranks((axis_name,) if isinstance(axis_name, str) else tuple(axis_name), timeout_s, op)
+        self.timeout_s = (config().timeout_s or 1800.0) if timeout_s is None else timeout_s
+        self.what = f"a2a {op} along {', '.join(map(repr, self.axes))}"
 
     def place(self) -> jax.Array:
         group = jax.lax.axis_index(self.others) if self.others else 0
         return jnp.stack([jnp.asarray(i, jnp.int32) for i in (group, jax.lax.axis_index(self.axes))])
 
-    def varying(self, *arrays: Any) -> list[Any]:
-        """The arrays, cast to vary along the axes, and along all others that one of them varies along."""
-        return _cast(arrays, set(self.axes).union(*(_varying(a) for a in arrays)))
+    def request(self, agree: str) -> int:
+        return 0
 
-    def attributes(self, dtype: Any, agree: str) -> dict[str, Any]:
-        axes = ", ".join(map(repr, self.axes))
-        return {
-            "world": np.int64(self.world),
-            "element_bytes": np.int64(dtype.itemsize),
-            "timeout_s": np.float64(self.timeout_s),
-            "what": f"a2a {self.op} along {axes}"[:120],
-            "communicator": np.int64(0),
-            "digest": np.int64(0),
-        }
+
+class _Processes:
+    """A communicator: ranks are processes."""
+
+    axes = ()
+
+    def __init__(self, comm: a2a.Communicator, timeout_s: float | None, op: str) -> None:
+        transport = comm.require_transport(op)
+        if comm.device_type != "cpu":
+            raise ValueError(
+                f"{op}: the communicator serves {comm.device_type} tensors; expected a2a.communicator(group)"
+            )
+        if timeout_s is not None:
+            raise ValueError(f"{op}: pass the timeout to a2a.communicator(), which all of its calls share")
+        mesh = jax.sharding.get_abstract_mesh()
+        if several := {axis: mesh.shape[axis] for axis in mesh.manual_axes if mesh.shape[axis] > 1}:
+            raise ValueError(f"{op}: a rank of a communicator is one device; jax.shard_map runs over {several} here")
+        self.world, self.timeout_s = comm.world_size, comm.timeout_s
+        self.communicator = _connect(comm)
+        self.what = f"a2a {op} on rank {comm.rank}"
+        self._transport, self._op = transport, op
+
+    def place(self) -> jax.Array:
+        return jnp.zeros(2, jnp.int32)  # the C library knows; here, ranks would compile different programs
+
+    def request(self, agree: str) -> int:
+        index: int = self._transport.request(f"jax {self._op} {agree}", 0, f"jax {self._op}({agree})")
+        return index
+
+
+_Ranks = _Axis | _Processes
+_connected: weakref.WeakKeyDictionary[a2a.Communicator, int] = weakref.WeakKeyDictionary()
+
+
+def _ranks(axis_name: AxisName, timeout_s: float | None, op: str) -> _Ranks:
+    if isinstance(axis_name, a2a.Communicator):
+        return _Processes(axis_name, timeout_s, op)
+    return _Axis((axis_name,) if isinstance(axis_name, str) else tuple(axis_name), timeout_s, op)
+
+
+def _connect(comm: a2a.Communicator) -> int:
+    """The number that compiled programs know the communicator by. Once it is closed, they raise."""
+    with _lock:
+        known = _connected.get(comm)
+        if known is None:
+            lib = cpu.lib()
+            known = _connected[comm] = lib.a2a_jax_connect(comm.handle)
+            comm.own(functools.partial(lib.a2a_jax_disconnect, known))
+        return known
 
 
 # ---------------------------------------------------------------- the custom calls
@@ -142,6 +222,37 @@ def _even_backward(ranks: _Ranks, _: None, grad: Any) -> tuple[Any]:
 _even.defvjp(_even_forward, _even_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _ragged(operand: Any, output: Any, starts: Any, send: Any, there: Any, recv: Any, ranks: _Ranks) -> Any:
+    return _call(ranks, output, operand, output, starts, send, there, recv, aliases={1: 0})
+
+
+def _ragged_forward(
+    operand: Any, output: Any, starts: Any, send: Any, there: Any, recv: Any, ranks: _Ranks
+) -> tuple[Any, Any]:
+    kept = (jnp.zeros_like(operand), starts, send, there, recv)  # constants until the backward pass wants them
+    return _ragged(operand, output, starts, send, there, recv, ranks), kept
+
+
+def _ragged_backward(ranks: _Ranks, kept: Any, grad: Any) -> tuple[Any, ...]:
+    """Rows go back where they came from; a row of `output` that was overwritten has no gradient."""
+    zeros, starts, send, there, recv = kept
+    here, back = (_even(a, ranks) for a in (there, starts))  # where rank p's rows begin here, and where they came from
+    to_operand = _ragged(grad, zeros, here, recv, back, send, ranks)
+    edges = (
+        jnp.zeros_like(here, shape=(grad.shape[0] + 1,))
+        .at[here]
+        .add(jnp.sign(recv))
+        .at[here + recv]
+        .add(-jnp.sign(recv))
+    )
+    written = jnp.cumsum(edges)[:-1].reshape(-1, *[1] * (grad.ndim - 1)) > 0
+    return to_operand, jnp.where(written, jnp.zeros_like(grad), grad), None, None, None, None
+
+
+_ragged.defvjp(_ragged_forward, _ragged_backward)
+
+
 def _call(ranks: _Ranks, like: Any, *operands: Any, aliases: Any = None) -> Any:
     _register()
     kind = jax.typeof(like)
@@ -149,18 +260,34 @@ def _call(ranks: _Ranks, like: Any, *operands: Any, aliases: Any = None) -> Any:
     call = jax.ffi.ffi_call(
         _TARGET,
         jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding, manual_axis_type=kind.manual_axis_type),
-        has_side_effect=True,
         vmap_method="sequential",
         input_output_aliases=aliases,
     )
     # JAX wants operands that vary along the same axes; the result varies as `like` does.
     everywhere = _cast(operands, set().union(*(_varying(a) for a in operands)))
-    return call(*everywhere, **ranks.attributes(kind.dtype, ""))
+    agree = f"{kind.dtype}{list(kind.shape[1:] if len(operands) > 2 else kind.shape)}"
+    return call(
+        *everywhere,
+        world=np.int64(ranks.world),
+        element_bytes=np.int64(kind.dtype.itemsize),
+        timeout_s=np.float64(ranks.timeout_s),
+        what=ranks.what[:120],
+        communicator=np.int64(ranks.communicator),
+        request=np.int64(ranks.request(agree)),
+        digest=np.int64(
+            int.from_bytes(hashlib.sha256(f"{len(operands)} {agree}".encode()).digest()[:8], "little") >> 1
+        ),
+    )
 
 
 def _varying(array: Any) -> frozenset[str]:
     varying: frozenset[str] = jax.typeof(array).manual_axis_type.varying
     return varying
+
+
+def _alike(ranks: _Ranks, *arrays: Any) -> list[Any]:
+    """The arrays, cast to vary along the ranks' axes, and along all others that one of them varies along."""
+    return _cast(arrays, set(ranks.axes).union(*(_varying(a) for a in arrays)))
 
 
 def _cast(arrays: Sequence[Any], axes: set[str]) -> list[Any]:
@@ -171,8 +298,6 @@ def _cast(arrays: Sequence[Any], axes: set[str]) -> list[Any]:
 def _register_once() -> None:
     lib = cpu.lib()
     capsule = jax.ffi.pycapsule
-    for name in ("a2a_jax_site_type", "a2a_jax_site_info"):
-        getattr(lib, name).restype = ctypes.c_void_p
     jax.ffi.register_ffi_type(
         "a2a_site",
         {"type_id": capsule(lib.a2a_jax_site_type()), "type_info": capsule(lib.a2a_jax_site_info())},
@@ -183,8 +308,8 @@ def _register_once() -> None:
 
 
 def _register() -> None:
-    with _registering:
+    with _lock:
         _register_once()
 
 
-__all__ = ["all_to_all"]
+__all__ = ["all_to_all", "ragged_all_to_all"]

@@ -69,7 +69,7 @@ Error* make_future(const Api* api, Future** future) {
 
 namespace {
 
-TypeId site_type{0};  // XLA gives it a number when it is registered
+TypeId site_type{0};  // of a Site; XLA gives it a number when it is registered
 void destroy_site(void* site) { std::free(site); }
 TypeInfo site_info{sizeof(TypeInfo), nullptr, destroy_site};
 
@@ -133,7 +133,8 @@ Error* read_call(CallFrame* f, Call* call) {
   std::int64_t world = 0, element = 0;
   if (!scalar(*f, "world", kS64, &world) || !scalar(*f, "element_bytes", kS64, &element) ||
       !scalar(*f, "timeout_s", kF64, &call->timeout_s) || !text(*f, "what", call->what, sizeof call->what) ||
-      !scalar(*f, "communicator", kS64, &call->communicator) || !scalar(*f, "digest", kS64, &call->digest))
+      !scalar(*f, "communicator", kS64, &call->communicator) || !scalar(*f, "digest", kS64, &call->digest) ||
+      !scalar(*f, "request", kS64, &call->request))
     return error(f->api, kInvalidArgument, "a2a: a custom call without a2a's attributes; use a2a.integrations.jax");
   call->world = std::uint32_t(world);
   call->ragged = f->args.count == 7;
@@ -424,7 +425,10 @@ void* a2a_jax_site_info(void) { return &site_info; }
 a2a::xla::Error* a2a_jax_instantiate(a2a::xla::CallFrame* f) {
   if (answer_metadata(f, true)) return nullptr;
   if (Error* failed = wrong_version(f)) return failed;
-  State args{sizeof args, nullptr, f->execution, kInstantiate, &site_type, std::malloc(1)};
+  auto* site = static_cast<Site*>(std::calloc(1, sizeof(Site)));
+  std::int64_t communicator = 0;
+  if (scalar(*f, "communicator", kS64, &communicator) && communicator) site->number = count_site(communicator);
+  State args{sizeof args, nullptr, f->execution, kInstantiate, &site_type, site};
   return f->api->state_set(&args);
 }
 
@@ -435,5 +439,6 @@ a2a::xla::Error* a2a_jax_execute(a2a::xla::CallFrame* f) {
   if (Error* failed = read_call(f, &call)) return failed;
   State args{sizeof args, nullptr, f->execution, kInstantiate, &site_type, nullptr};
   if (Error* failed = f->api->state_get(&args)) return failed;
+  if (call.communicator) return submit(f, call, static_cast<Site*>(args.state));
   return meet(f, call, args.state);
 }

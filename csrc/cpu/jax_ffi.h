@@ -6,6 +6,12 @@
 namespace a2a {
 namespace jax {
 
+struct Site {           // of a custom call in an executable
+  std::int64_t number;  // on its communicator
+  std::int64_t run;     // that has calls in flight,
+  std::uint32_t calls;  // and how many
+};
+
 struct Call {
   const xla::Api* api;
   xla::Future* future;
@@ -18,8 +24,8 @@ struct Call {
   std::uint64_t row_bytes;                                   // from here on: if ragged
   const std::int32_t *in_offset, *send, *out_offset, *recv;  // [world], in rows
   std::int64_t in_rows, out_rows;
-  std::int64_t communicator;  // 0: devices of this process
-  std::int64_t digest;        // of what all ranks must agree on
+  std::int64_t communicator;     // 0: devices of this process
+  std::int64_t digest, request;  // of what all ranks must agree on; what says it in words (a2a_request)
   double timeout_s;
   char what[128];  // for errors
 };
@@ -34,8 +40,9 @@ bool piece_fits(const Call& to, std::uint32_t from, std::int64_t rows, std::int6
                 std::size_t bytes);
 bool own_piece_fits(const Call& from, std::uint32_t to, char* message, std::size_t bytes);
 
-// jax_ranks.cpp: ranks are processes.
-xla::Error* submit(xla::CallFrame* frame, const Call& call);
+// jax_ranks.cpp: ranks are processes. A site is counted when XLA makes it.
+std::int64_t count_site(std::int64_t communicator);
+xla::Error* submit(xla::CallFrame* frame, const Call& call, Site* site);
 
 }  // namespace jax
 }  // namespace a2a
@@ -43,5 +50,7 @@ xla::Error* submit(xla::CallFrame* frame, const Call& call);
 // Handlers, and the type of a call site: for XLA's registry.
 A2A_API a2a::xla::Error* a2a_jax_instantiate(a2a::xla::CallFrame*);
 A2A_API a2a::xla::Error* a2a_jax_execute(a2a::xla::CallFrame*);
+A2A_API int64_t a2a_jax_connect(a2a_context*);          // what programs call the communicator, until
+A2A_API void a2a_jax_disconnect(int64_t communicator);  // which comes before a2a_close
 A2A_API void* a2a_jax_site_type(void);
 A2A_API void* a2a_jax_site_info(void);

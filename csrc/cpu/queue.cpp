@@ -26,6 +26,9 @@ struct a2a_ticket {
   a2a_reduction reduction;  // if its context is not null
   void* out;
   const void* in;
+  void (*job)(a2a::Context&, void*);  // or something else altogether, on `argument`; then `done`
+  void (*done)(void*);
+  void* argument;
 };
 
 namespace a2a {
@@ -51,6 +54,7 @@ void drop(a2a_ticket* t) {  // the mutex is held
 }
 
 int run(Context& c, const a2a_ticket& t) {
+  if (t.job) return t.job(c, t.argument), kOk;
   if (t.refusal) return refuse(c, t.request, t.refusal, false);
   if (t.reduction.context) return run_reduction(c, t.request, t.reduction, t.out, t.in, false);
   return all_to_all_pairwise(c, t.request, t.pairs, false);
@@ -78,8 +82,15 @@ void* progress(void* argument) {
     q.first = t->next;
     if (!q.first) q.last = nullptr;
     q.running = false;
+    void (*const done)(void*) = t->done;
+    void* const its = t->argument;
     drop(t);
     pthread_cond_broadcast(&q.changed);
+    if (done) {
+      pthread_mutex_unlock(&q.mutex);
+      done(its);
+      pthread_mutex_lock(&q.mutex);
+    }
   }
   pthread_mutex_unlock(&q.mutex);
   return nullptr;
@@ -120,6 +131,21 @@ a2a_ticket* submit(Context& c, a2a_ticket* t) {
 }
 
 }  // namespace
+
+int submit_job(Context& c, void (*job)(Context&, void*), void (*done)(void*), void* argument) {
+  auto* t = static_cast<a2a_ticket*>(std::calloc(1, sizeof(a2a_ticket)));
+  t->job = job;
+  t->done = done;
+  t->argument = argument;
+  submit(c, t);
+  // Its own reference goes at once: what the job did, it says itself.
+  Queue& q = *c.queue;
+  pthread_mutex_lock(&q.mutex);
+  const int rc = t->result == kNotOpen || t->result == kForked ? t->result : int(kOk);
+  drop(t);
+  pthread_mutex_unlock(&q.mutex);
+  return rc;
+}
 
 Queue* queue_create() {
   Queue* q = new (std::malloc(sizeof(Queue))) Queue();
