@@ -109,3 +109,11 @@ def test_torchtitans_layer_learns_the_same_with_a2a() -> None:
     output = run_example("torchtitan_moe.py", ranks=2)
     assert_pairs(output)
     assert re.findall(r"^(\w+) of", output, re.MULTILINE) == ["AllToAllTokenDispatcher", "TokenDispatcher"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX: .ci/jax")
+def test_a_jax_layer_on_four_devices_learns_as_on_one() -> None:
+    pairs = re.findall(r"loss ([\d.]+) on 4 devices with a2a, ([\d.]+) on one", run_example("jax_all_to_all.py"))
+    losses = [float(ours) for ours, _ in pairs]
+    assert len(pairs) == 5 and losses == sorted(losses, reverse=True) and losses[0] > losses[-1] > 0
+    assert all(float(ours) == pytest.approx(float(whole), rel=1e-4) for ours, whole in pairs)

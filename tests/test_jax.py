@@ -17,6 +17,7 @@ from jax.sharding import AxisType, PartitionSpec  # noqa: E402
 
 import a2a  # noqa: E402
 from a2a.integrations import jax as a2a_jax  # noqa: E402
+from a2a.integrations import jax_moe  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 4)
 WORLD = 4
@@ -246,3 +247,66 @@ def check_failures() -> None:
 
 def test_a_missing_process_is_named_and_wrong_sizes_are_told(world: Any) -> None:
     world.run(check_failures)
+
+
+# ---------------------------------------------------------------- Mixture of Experts
+
+TOKENS, EXPERTS, TOP_K = 6, 8, 3
+
+
+def moe(x: Any, ids: Any, weights: Any, factors: Any, axis: Any, max_rows: int | None = None) -> Any:
+    """A layer whose expert e multiplies by factors[e]."""
+    rows, sizes, routing = jax_moe.dispatch(x, ids, num_experts=EXPERTS, axis_name=axis, max_rows=max_rows)
+    rows = rows * jnp.repeat(factors, sizes, axis=0, total_repeat_length=len(rows))
+    return jax_moe.combine(rows, weights, routing, axis_name=axis)
+
+
+def moe_reference(x: Any, ids: Any, weights: Any, factors: Any) -> Any:
+    rows = x[:, None] * factors[jnp.maximum(ids, 0)]
+    return (jnp.where(ids < 0, 0, weights)[..., None] * rows).sum(1)
+
+
+def moe_inputs(ranks: int) -> tuple[Any, ...]:
+    random = np.random.default_rng(1)
+    ids = np.argsort(random.random((ranks * TOKENS, EXPERTS)))[:, :TOP_K].astype(np.int32)
+    ids[::3, 1], ids[TOKENS : 2 * TOKENS] = -1, -1  # rank 1 sends nothing
+    x, weights, factors = numbers(ranks * TOKENS, 4), numbers(ranks * TOKENS, TOP_K), numbers(EXPERTS, 4)
+    return x, jnp.asarray(ids), weights, factors
+
+
+def loss_and_gradients(layer: Any, x: Any, ids: Any, weights: Any, factors: Any, scale: Any) -> Any:
+    def loss(x: Any, weights: Any, factors: Any, ids: Any, scale: Any) -> Any:
+        y = layer(x, ids, weights, factors)
+        return (y * scale).sum(), y
+
+    (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(x, weights, factors, ids, scale)
+    return [np.asarray(a) for a in (y, *gradients)]
+
+
+def test_dispatch_and_combine_are_the_layer_of_one_device() -> None:
+    inputs = moe_inputs(WORLD)
+    scale = numbers(WORLD * TOKENS, 4) % 3
+    got = loss_and_gradients(on_devices(functools.partial(moe, axis="x")), *inputs, scale)
+    for one, other in zip(got, loss_and_gradients(moe_reference, *inputs, scale), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_more_rows_than_there_is_room_for_are_told() -> None:
+    with pytest.raises(FAILURES, match=r"rank . sends . rows to rank ., .*its output has 5"):
+        jax.block_until_ready(on_devices(functools.partial(moe, axis="x", max_rows=5))(*moe_inputs(WORLD)))
+
+
+def check_moe() -> None:
+    with a2a.communicator(timeout=20.0) as comm:
+        rank, world = comm.rank, comm.world_size
+        inputs = moe_inputs(world)
+        scale = numbers(world * TOKENS, 4) % 3
+        mine = [np.split(np.asarray(a), world)[rank] for a in (*inputs, scale)]
+        got = loss_and_gradients(functools.partial(moe, axis=comm), *mine)
+        expected = [np.split(a, world)[rank] for a in loss_and_gradients(moe_reference, *inputs, scale)]
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_dispatch_and_combine_between_processes(world: Any) -> None:
+    world.run(check_moe)

@@ -191,6 +191,11 @@ def _ranks(axis_name: AxisName, timeout_s: float | None, op: str) -> _Ranks:
     return _Axis((axis_name,) if isinstance(axis_name, str) else tuple(axis_name), timeout_s, op)
 
 
+def num_ranks(axis_name: AxisName) -> int:
+    """The ranks along an axis of the mesh, or of a Communicator: a number, where a program is traced."""
+    return _ranks(axis_name, None, "num_ranks").world
+
+
 def _connect(comm: a2a.Communicator) -> int:
     """The number that compiled programs know the communicator by. Once it is closed, they raise."""
     with _lock:
@@ -312,4 +317,4 @@ def _register() -> None:
         _register_once()
 
 
-__all__ = ["all_to_all", "ragged_all_to_all"]
+__all__ = ["all_to_all", "num_ranks", "ragged_all_to_all"]
