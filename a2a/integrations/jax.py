@@ -170,7 +170,7 @@ class _Processes:
             raise ValueError(f"{op}: a rank of a communicator is one device; jax.shard_map runs over {several} here")
         self.world, self.timeout_s = comm.world_size, comm.timeout_s
         self.communicator = _connect(comm)
-        self.what = f"a2a {op} on rank {comm.rank}"
+        self.what = f"a2a {op}"  # no word of the rank: ranks compile the same program
         self._transport, self._op = transport, op
 
     def place(self) -> jax.Array:

@@ -231,6 +231,15 @@ A2A_API void a2a_moe_rail_merge(uint32_t in_dtype, uint32_t out_dtype, uint32_t 
 A2A_API void a2a_quantize(uint32_t dtype, uint32_t wire, void* q, void* scales, const void* x, size_t count);
 A2A_API void a2a_dequantize(uint32_t dtype, uint32_t wire, void* x, const void* q, const void* scales, size_t count);
 
+// --- custom calls of programs that XLA compiles (jax_ffi.cpp, jax_ranks.cpp)
+A2A_API int64_t a2a_jax_connect(a2a_context*);          // what programs call this communicator, until
+A2A_API void a2a_jax_disconnect(int64_t communicator);  // which comes before a2a_close
+// For XLA's registry: handlers, each from an XLA_FFI_CallFrame to an XLA_FFI_Error; an XLA_FFI_TypeId and an XLA_FFI_TypeInfo.
+A2A_API void* a2a_jax_instantiate(void* call_frame);
+A2A_API void* a2a_jax_execute(void* call_frame);
+A2A_API void* a2a_jax_site_type(void);
+A2A_API void* a2a_jax_site_info(void);
+
 // --- pools: blocks of a segment that are handed out as tensors and come back through a DLPack deleter
 typedef struct a2a_pool a2a_pool;
 A2A_API a2a_pool* a2a_pool_create(void* map, size_t map_bytes, void* mine, size_t mine_bytes);

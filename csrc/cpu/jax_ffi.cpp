@@ -422,7 +422,8 @@ using namespace a2a::jax;
 void* a2a_jax_site_type(void) { return &site_type; }
 void* a2a_jax_site_info(void) { return &site_info; }
 
-a2a::xla::Error* a2a_jax_instantiate(a2a::xla::CallFrame* f) {
+void* a2a_jax_instantiate(void* call_frame) {
+  auto* f = static_cast<CallFrame*>(call_frame);
   if (answer_metadata(f, true)) return nullptr;
   if (Error* failed = wrong_version(f)) return failed;
   auto* site = static_cast<Site*>(std::calloc(1, sizeof(Site)));
@@ -432,7 +433,8 @@ a2a::xla::Error* a2a_jax_instantiate(a2a::xla::CallFrame* f) {
   return f->api->state_set(&args);
 }
 
-a2a::xla::Error* a2a_jax_execute(a2a::xla::CallFrame* f) {
+void* a2a_jax_execute(void* call_frame) {
+  auto* f = static_cast<CallFrame*>(call_frame);
   if (answer_metadata(f, false)) return nullptr;
   if (Error* failed = wrong_version(f)) return failed;
   Call call;

@@ -46,11 +46,3 @@ xla::Error* submit(xla::CallFrame* frame, const Call& call, Site* site);
 
 }  // namespace jax
 }  // namespace a2a
-
-// Handlers, and the type of a call site: for XLA's registry.
-A2A_API a2a::xla::Error* a2a_jax_instantiate(a2a::xla::CallFrame*);
-A2A_API a2a::xla::Error* a2a_jax_execute(a2a::xla::CallFrame*);
-A2A_API int64_t a2a_jax_connect(a2a_context*);          // what programs call the communicator, until
-A2A_API void a2a_jax_disconnect(int64_t communicator);  // which comes before a2a_close
-A2A_API void* a2a_jax_site_type(void);
-A2A_API void* a2a_jax_site_info(void);

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "a2a.h"
 #include "compat.h"
 #include "jax_ffi.h"
 #include "queue.h"
@@ -166,7 +167,7 @@ void add(Waiting* w, Job* job) {
   pthread_mutex_unlock(&w->mutex);
 }
 
-Job* take(Waiting* w, std::uint64_t name) {  // the oldest of that name; 0: the oldest
+Job* take(Waiting* w, std::uint64_t name) {  // the oldest of that name; 0: the oldest of all
   pthread_mutex_lock(&w->mutex);
   Job** p = &w->first;
   while (name && *p && (*p)->name != name) p = &(*p)->next;
