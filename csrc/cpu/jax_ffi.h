@@ -40,6 +40,8 @@ bool piece_fits(const Call& to, std::uint32_t from, std::int64_t rows, std::int6
                 std::size_t bytes);
 bool own_piece_fits(const Call& from, std::uint32_t to, char* message, std::size_t bytes);
 
+// jax_devices.cpp: ranks are devices. The site is told from others by its address.
+xla::Error* meet(xla::CallFrame* frame, Call& call, const void* site);
 // jax_ranks.cpp: ranks are processes. A site is counted when XLA makes it.
 std::int64_t count_site(std::int64_t communicator);
 xla::Error* submit(xla::CallFrame* frame, const Call& call, Site* site);
