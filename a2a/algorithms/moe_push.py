@@ -446,9 +446,7 @@ class PushExchange(MoeExchange):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grad_TH, rows_RH = _aligned(grad_TH), None if rows_RH is None else _aligned(rows_RH)
         num_tokens, num_rows, device = grad_TH.shape[0], origins.row_rank_R.shape[0], self._comm.device
-        expand = (
-            "dots" if rows_RH is not None else "expand_gradient" + ("" if weights_R is None else "_weighted")
-        )
+        expand = "dots" if rows_RH is not None else "expand_gradient" + ("" if weights_R is None else "_weighted")
         grad_rows = torch.empty(num_rows, self._spec.hidden, dtype=self._spec.dtype, device=device)
         make = torch.zeros if rows_RH is None else torch.empty
         grad_weights = make(num_rows, dtype=torch.float32, device=device)
