@@ -294,7 +294,7 @@ def different(name: str, async_op: bool) -> None:
 
 
 def absent(count: int, how: str) -> None:
-    comm = a2a.communicator(timeout=0.5 if how == "late" else 60)
+    comm = a2a.communicator(timeout=1.5 if how == "late" else 60)
     a2a.all_reduce(torch.ones(count), group=comm)
     if comm.rank == 1:
         if how == "dead":
