@@ -41,8 +41,11 @@ def read(folder: Path) -> list[Line]:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The tables, and where their numbers come from: GPUs first. Bounds (bounds.py) have a table in bench/README.md."""
+    """The tables, and where their numbers come from: GPUs first. Bounds (bounds.py) have a table in bench/README.md; what
+    crosses hosts (hosts.py) stands in the README's text.
+    """
     lines = [line for line in lines if line.op in ("all_to_all", "all_to_allv", "moe", *REDUCTIONS)]
+    lines = [line for line in lines if "hosts" not in line.case]
     if not lines:
         return "No results yet: `python bench/run_cpu.py`."
     on_gpus = [line for line in lines if line.case.get("device") == "cuda"]
