@@ -273,7 +273,7 @@ class LaneWork(Work):
 
 
 class Aside:
-    """Where calls of another engine run beside their caller: on a GPU, on a stream; on a CPU, on `lane` if there is one.
+    """Where calls run beside their caller: on a GPU, on a stream of their own; on a CPU, on `lane` if there is one.
 
     Without a lane they block on a CPU.
     """

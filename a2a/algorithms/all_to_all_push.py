@@ -19,7 +19,7 @@ import torch
 
 from a2a.algorithms.base import AllToAll, Cost, Part, Request
 from a2a.kernels import cpu, cuda, cuda_params
-from a2a.work import StreamWork
+from a2a.work import Aside, Work
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
@@ -55,7 +55,7 @@ class _Launcher:
             self.small, self.large = (module.function(f"all_to_all_push_{size}") for size in ("small", "large"))
             assert module.constant("all_to_all_push_staging") <= self.staging.num_bytes
         self.launch = cuda.lib().a2a_cuda_launch
-        self.side: torch.cuda.Stream | None = None
+        self.aside: Aside | None = None
 
         class Params(Structure):
             _fields_ = (
@@ -169,21 +169,17 @@ class AllToAllPush(AllToAll):
         _call(comm, self._launcher(comm).prepare(request, pairs), 0, 0, op)
 
     def submit(self, comm: Communicator, request: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
-               op: str, result: list[torch.Tensor], finish: Any) -> StreamWork:  # fmt: skip
+               op: str, result: list[torch.Tensor], finish: Any) -> Work:  # fmt: skip
         launcher = self._launcher(comm)
-        device = launcher.place.device
-        if launcher.side is None:
-            launcher.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side, caller = launcher.side, torch.cuda.current_stream(device)
-        side.wait_stream(caller)
-        with torch.cuda.stream(side):
+        if launcher.aside is None:
+            launcher.aside = Aside(launcher.place.device)
+
+        def call() -> None:
             self.run(comm, request, outputs, inputs, op)
             if finish is not None:
                 finish()
-            done = side.record_event()
-        for tensor in (*outputs, *inputs, *result):
-            tensor.record_stream(side)  # dropped early, its memory still waits for this work
-        return StreamWork(result, done, device)
+
+        return launcher.aside.run(call, result, [*outputs, *inputs, *result])
 
 
 def _call(comm: Communicator, prepared: _Prepared, output: int, input: int, op: str) -> None:

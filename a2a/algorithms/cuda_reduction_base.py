@@ -18,7 +18,7 @@ import torch
 from a2a.algorithms.base import Cost, Part, Request
 from a2a.algorithms.reduction_base import DTYPES, REDUCE_OPS, Reduction
 from a2a.kernels import cpu, cuda, cuda_params, cuda_requests
-from a2a.work import StreamWork
+from a2a.work import Aside, Work
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
@@ -90,7 +90,7 @@ class CudaReduction(Reduction):
 
     def __init__(self) -> None:
         self._functions: weakref.WeakKeyDictionary[Communicator, dict[Any, int]] = weakref.WeakKeyDictionary()
-        self._sides: weakref.WeakKeyDictionary[Communicator, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+        self._asides: weakref.WeakKeyDictionary[Communicator, Aside] = weakref.WeakKeyDictionary()
 
     # ---- what it can
 
@@ -214,19 +214,15 @@ class CudaReduction(Reduction):
         op: Any,
         result: list[torch.Tensor],
         finish: Callable[[], None],
-    ) -> StreamWork:
-        device = comm.require_transport(self.op).place.device
-        if comm not in self._sides:
-            self._sides[comm] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side = self._sides[comm]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+    ) -> Work:
+        if comm not in self._asides:
+            self._asides[comm] = Aside(comm.require_transport(self.op).place.device)
+
+        def call() -> None:
             self.run(comm, asked, request, output, input, op)
             finish()
-            done = side.record_event()
-        for tensor in (output, input, *result):
-            tensor.record_stream(side)  # dropped early, its memory still waits for this work
-        return StreamWork(result, done, device)
+
+        return self._asides[comm].run(call, result, (output, input, *result))
 
     @staticmethod
     def _cost(steps: int, num_bytes: int) -> Cost:
