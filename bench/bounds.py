@@ -15,6 +15,7 @@ difference to a2a as work to do. What is timed for bounds:
 * **a call**: what Python takes to bring two tensors to a C function that returns at once: `data_ptr()` of both and a call
   through ctypes, or a function that CPython calls by itself and that asks DLPack's exchange table. Whichever is cheaper;
 * **torch**: `dist.all_to_all_single` on the smallest backend in Python, which does nothing; and, to compare, in C++;
+* **used**: `read` and then one pass over the output: what an exchange that stores past the cache costs the next reader;
 * up to 1M, **whole** calls: `push`, `slot` and `read` called from Python in the cheaper way, and **through torch** by the
   smallest backend. They may take more than their parts: caches are colder, and the ranks wait for each other's Python.
 

@@ -140,6 +140,8 @@ def bounds(exchange: Cells, library: ctypes.CDLL, memory: mmap.mmap) -> tuple[li
         add(f"copy by {copy}", "bound_copy", copy, symmetric=True)
         add(f"staged by {copy}", "bound_staged", copy)
         add(f"read and {copy}", "bound_read", copy)
+        if half <= MEMCPY_MOST:  # no bounds, as they do more than exchange
+            add(f"used after read and {copy}", "bound_read_used", copy)
     if 2 * half <= SLOTS * SLOT:
         add("push by memcpy", "bound_push", symmetric=True)
         add("slot by memcpy", "bound_slot")

@@ -513,6 +513,12 @@ def test_many_small_collectives_are_right_and_hold_memory_flat() -> None:
     assert "no wrong element" in soak.stdout
 
 
+def test_many_layers_are_right() -> None:
+    soak = run("bench/soak_moe.py", "--device", "cpu", "--layers", "21", "--ranks", "3")
+    assert soak.returncode == 0, soak.stderr
+    assert "21 layers on 3 ranks" in soak.stdout
+
+
 @pytest.mark.usefixtures("_no_leftovers")
 def test_survivors_of_a_kill_name_the_dead_rank_in_time() -> None:
     kills = run("bench/kills.py", "--short", "--ranks", "3")

@@ -15,9 +15,15 @@ from shim_copy import CAUSES, MUTANTS, CopyMutant, job
 NOTICED = (1, 2, 3, 4, -11)  # exit codes: an exception or a wrong byte, misuse, a hang, a race
 
 
-def run(folder: Path, world: int, scenario: str, seeds: int, mutations: Sequence[Replacement] = ()) -> tuple[int, str]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all tests, whose machine is compiled once."""
     if reason := why_not():
         pytest.skip(reason)
+    return tmp_path_factory.mktemp("shim_copy")
+
+
+def run(folder: Path, world: int, scenario: str, seeds: int, mutations: Sequence[Replacement] = ()) -> tuple[int, str]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     log = folder / "log"
@@ -31,19 +37,19 @@ def run(folder: Path, world: int, scenario: str, seeds: int, mutations: Sequence
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_no_access_races_and_every_byte_is_right(tmp_path: Path, size: int) -> None:
-    code, said = run(tmp_path, size, "exchanges", 10)
+def test_no_access_races_and_every_byte_is_right(folder: Path, size: int) -> None:
+    code, said = run(folder, size, "exchanges", 10)
     assert code == 0, f"exit code {code}\n{said}"
 
 
 @pytest.mark.parametrize("how", CAUSES)
-def test_a_failure_is_told_to_every_rank(tmp_path: Path, how: str) -> None:
-    code, said = run(tmp_path, 3, how, 5)
+def test_a_failure_is_told_to_every_rank(folder: Path, how: str) -> None:
+    code, said = run(folder, 3, how, 5)
     assert code == 0, f"exit code {code}\n{said}"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_is_caught(tmp_path: Path, mutant: CopyMutant) -> None:
-    code, said = run(tmp_path, 3, mutant.scenario, 20, (mutant.replacement,))
+def test_a_mutant_is_caught(folder: Path, mutant: CopyMutant) -> None:
+    code, said = run(folder, 3, mutant.scenario, 20, (mutant.replacement,))
     assert code in NOTICED, f"{mutant.name} survived {mutant.scenario} (exit code {code}): {said}"
     assert "adapt the replacement" not in said and "error:" not in said, said
