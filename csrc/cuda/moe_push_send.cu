@@ -69,15 +69,21 @@ struct Sender {
     return e >= 0 && e < m.experts ? std::uint32_t(e) : kNone;
   }
 
+  // What the lanes of a warp look at together: the ids of kGroup tokens.
+  static constexpr std::uint32_t kGroup = 32 / kTopK;
+
+  // Warps that count: no more than have a group. Their counters are cleared and summed.
+  __device__ std::uint32_t planners() const {
+    const std::uint32_t groups = ceil_div(Moe::range_tokens(m.tokens), kGroup);
+    return groups < m.planners ? (groups ? groups : 1) : m.planners;
+  }
   // Tokens of this warp: the planners cut their range in turn.
   __device__ std::uint32_t warp_token(std::uint32_t w) const {
     const std::uint32_t begin = m.token_at(range, 0), end = m.token_at(range + 1, 0);
-    const std::uint32_t at = begin + w * ceil_div(end - begin, m.planners);
+    const std::uint32_t at = begin + w * ceil_div(end - begin, planners());
     return at < end ? at : end;
   }
 
-  // What the lanes of a warp look at together: the ids of kGroup tokens.
-  static constexpr std::uint32_t kGroup = 32 / kTopK;
   struct Ids {
     std::uint32_t expert, home;
   };
@@ -121,22 +127,34 @@ struct Sender {
     }
   }
 
-  // A small request: each range counts all ids, so that none waits for another.
+  // A small request: each range counts all ids, so that none waits for another. By the warps that don't plan, if they are most.
   __device__ bool is_small() const { return m.tokens * kTopK <= 16 * kTeam; }
   __device__ void count_all(std::uint32_t* base, std::uint32_t* all) const {
-    const std::uint32_t first_token = m.token_at(range, 0);
-    for (std::uint32_t t0 = warp * kGroup; t0 < m.tokens; t0 += kTeam / 32 * kGroup) {
-      const std::uint32_t token = t0 + lane / kTopK;
-      const bool mine = lane < kGroup * kTopK && token < m.tokens;
-      const std::uint32_t e = mine ? expert(t0 * kTopK + lane) : kNone, r = e == kNone ? kNone : m.homes[e] >> 16;
-      const std::uint32_t same_token = __match_any_sync(kFull, (lane / kTopK) << 16 | (r & 0xffff));
-      if (e == kNone) continue;
-      const bool first = lane == std::uint32_t(__ffs(same_token)) - 1;
-      atomicAdd(all + e, 1u);
-      if (first) atomicAdd(all + m.experts + r, 1u);
-      if (token >= first_token) continue;
-      atomicAdd(base + e, 1u);
-      if (first) atomicAdd(base + m.experts + r, 1u);
+    constexpr std::uint32_t kWarps = kTeam / 32, kAhead = 4;  // groups whose ids are on their way at once
+    const std::uint32_t first_warp = planners() <= kWarps / 2 ? planners() : 0, step = (kWarps - first_warp) * kGroup;
+    const std::uint32_t first_token = m.token_at(range, 0), of_group = lane / kTopK;
+    if (warp < first_warp) return;
+    for (std::uint32_t t0 = (warp - first_warp) * kGroup; t0 < m.tokens; t0 += kAhead * step) {
+      std::uint32_t experts[kAhead], homes[kAhead];
+#pragma unroll
+      for (std::uint32_t k = 0; k < kAhead; k++) {
+        const std::uint32_t token = t0 + k * step + of_group;
+        experts[k] = lane < kGroup * kTopK && token < m.tokens ? expert((t0 + k * step) * kTopK + lane) : kNone;
+      }
+#pragma unroll
+      for (std::uint32_t k = 0; k < kAhead; k++) homes[k] = experts[k] == kNone ? kNone : m.homes[experts[k]] >> 16;
+#pragma unroll
+      for (std::uint32_t k = 0; k < kAhead; k++) {
+        const std::uint32_t e = experts[k], r = homes[k];
+        const std::uint32_t same_token = __match_any_sync(kFull, of_group << 16 | (r & 0xffff));
+        if (e == kNone) continue;
+        const bool first = lane == std::uint32_t(__ffs(same_token)) - 1;
+        atomicAdd(all + e, 1u);
+        if (first) atomicAdd(all + m.experts + r, 1u);
+        if (t0 + k * step + of_group >= first_token) continue;
+        atomicAdd(base + e, 1u);
+        if (first) atomicAdd(base + m.experts + r, 1u);
+      }
     }
   }
 
@@ -163,7 +181,7 @@ struct Sender {
   __device__ void sum_warps(std::uint32_t* counts) const {
     for (std::uint32_t q = t; q < columns(); q += kTeam) {
       std::uint32_t sum = 0;
-      for (std::uint32_t w = 0; w < m.planners; w++) {
+      for (std::uint32_t w = 0; w < planners(); w++) {
         const std::uint32_t own = counts[w * columns() + q];
         counts[w * columns() + q] = sum;
         sum += own;
@@ -252,26 +270,26 @@ struct Sender {
 
   // This range's own counts. After it, slots are known: they are numbered by range.
   __device__ void plan_range() {
-    std::uint32_t *counts = shared(), *base = counts + m.planners * columns(), *total = base + columns();
-    for (std::uint32_t q = t; q < (m.planners + 2) * columns(); q += kTeam) counts[q] = 0;
+    std::uint32_t *counts = shared(), *base = counts + planners() * columns(), *total = base + columns();
+    for (std::uint32_t q = t; q < (planners() + 2) * columns(); q += kTeam) counts[q] = 0;
     barrier();
-    if (warp < m.planners) count(counts + warp * columns());
+    if (warp < planners()) count(counts + warp * columns());
     if (is_small()) count_all(base, total);
     barrier();
     sum_warps(counts);
     barrier();
-    if (warp < m.planners) number_slots(counts);
+    if (warp < planners()) number_slots(counts);
   }
   // All ranges'. After it, rows are known.
   __device__ void plan() {
-    std::uint32_t *counts = shared(), *base = counts + m.planners * columns(), *total = base + columns();
+    std::uint32_t *counts = shared(), *base = counts + planners() * columns(), *total = base + columns();
     if (!is_small()) {
       meet();
       sum_ranges(base, total);
       barrier();
     }
     tell(total);
-    if (warp < m.planners) number_rows(counts, base);
+    if (warp < planners()) number_rows(counts, base);
     number_empty_chunks(base);
     barrier();
     if (t == 0) ptx::store_release_sys(&m.stage_at(rank).progress[rank][range], mark(epoch, 0));  // planned
