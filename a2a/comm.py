@@ -99,9 +99,9 @@ class Communicator:
         self._inflight: set[Work] = set()
         self._completions: queue.SimpleQueue[Work | None] | None = None
         self._owned: list[Callable[[], None]] = []
-        self.plans: dict[str, Any] = {}  # of each op, once made
-        self.prepared = prepared(self.device_type)  # all-to-alls that were made before; void after a renewal
-        self.repeated: dict[Any, Any] = {}  # other calls that were, by what tells them apart; void, too
+        self.plans: dict[Any, Any] = {}  # of each op, once made
+        self.prepared = prepared(self.device_type, rank)  # calls that were made before; void after a renewal
+        self.repeated: dict[Any, Any] = {}  # those of all_reduce_rms_norm, by what tells them apart; void, too
         self.handed_over: dict[str, int] = {}
         for transport in candidates():
             reason = self.why_not(transport, self.topology) or refused or None

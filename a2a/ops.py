@@ -1,9 +1,9 @@
 """The collectives of tensors, with torch.distributed's names, arguments and meaning.
 
-A call that repeats an earlier one (same shapes and dtypes, even, synchronous) takes the fast way: one call into C, which
-knows it again (`a2a/kernels/prepared.py`). Everything else is checked here, in this order: what one rank can see by itself
-raises ValueError or TypeError on that rank, whose peers are told with the communicator still in step; what only shows
-between ranks is found by the kernels.
+A synchronous call that repeats an earlier one (same dtype and bytes of a row; its splits may be new) takes the fast way: one
+call into C, which knows it again (`a2a/kernels/prepared.py`). Everything else is checked here, in this order: what one rank
+can see by itself raises ValueError or TypeError on that rank, whose peers are told with the communicator still in step; what
+only shows between ranks is found by the kernels.
 """
 
 from __future__ import annotations
@@ -64,14 +64,8 @@ def all_to_all_single(
     if _is_compiling():
         return _traced("all_to_all_single", output, input, output_split_sizes, input_split_sizes, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "all_to_all_single", input)
-    if (
-        output_split_sizes is None
-        and input_split_sizes is None
-        and not async_op
-        and type(input) is type(output) is _Tensor
-        and not _profiling()
-    ):
-        result = comm.prepared.again(output, input)
+    if not async_op and type(input) is type(output) is _Tensor and not _profiling():
+        result = comm.prepared.all_to_all(output, input, output_split_sizes, input_split_sizes)
         if result == 0:
             return None
         if result > 0:
@@ -156,10 +150,6 @@ def _all_to_all_single(
     even = not async_op and len(set(in_rows)) == 1 and len(set(out_rows)) == 1 and source.numel() == target.numel()
     if even:
         algorithm.run_even(comm, request, target, source, op)
-        if output_splits is None and input_splits is None:
-            prepared = algorithm.prepare_even(comm, request, source.numel() * source.element_size())
-            if prepared is not None:
-                comm.prepared.add(out, inp, prepared)
     else:
         outputs, inputs = list(torch.split(target, out_rows)), list(torch.split(source, in_rows))
         if async_op:
@@ -167,6 +157,10 @@ def _all_to_all_single(
             return work if out is output and inp is input else work.holding(comm, [out, inp])
         algorithm.run(comm, request, outputs, inputs, op)
     finish()
+    if comm.prepared.any_splits or (even and output_splits is None and input_splits is None):
+        prepared = algorithm.prepare_even(comm, request, source.numel() * source.element_size())
+        if prepared is not None:
+            comm.prepared.add("all_to_all", None, out, inp, prepared)
     return None
 
 

@@ -1,8 +1,8 @@
 """All-reduce, reduce-scatter and all-gather, with torch.distributed's names, arguments and meaning.
 
-As in ops.py: a synchronous call that repeats an earlier one takes the fast way, one dictionary look-up and one call into C.
-Everything else is checked here: what one rank can see by itself raises ValueError or TypeError on that rank, whose peers
-are told with the communicator still in step; what only shows between ranks is found by the kernels.
+As in ops.py: a synchronous call that repeats an earlier one (same op, dtype and number of elements) takes the fast way, one
+call into C. Everything else is checked here: what one rank can see by itself raises ValueError or TypeError on that rank,
+whose peers are told with the communicator still in step; what only shows between ranks is found by the kernels.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _NAMES = {
     dist.ReduceOp.BOR: "bor",
     dist.ReduceOp.BXOR: "bxor",
 }
+_MEMBERS = {op: op for op in _NAMES}  # what equals a member, to the member itself
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_compiling
 _profiling = torch._C._autograd._profiler_enabled
@@ -61,14 +62,12 @@ def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, asyn
     if _is_compiling():
         return _traced("all_reduce", tensor, op, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "all_reduce", tensor)
-    if not async_op and type(tensor) is _Tensor:
-        ready = comm.repeated.get(("all_reduce", op, tensor.dtype, tensor.shape)) if type(op) is _ReduceOp else None
-        if ready is not None and tensor.get_device() == ready.device and _is_plain(tensor) and not _profiling():
-            address = tensor.data_ptr()
-            result = ready.call(ready.address, address, address)
-            if result:
-                comm.raise_failure(result, "all_reduce")
+    if not async_op and type(tensor) is _Tensor and not _profiling():
+        result = comm.prepared.all_reduce(tensor, op)
+        if result == 0:
             return None
+        if result > 0:
+            comm.raise_failure(result, "all_reduce")
     with _named("all_reduce"):
         return _reduction(comm, "all_reduce", "all_reduce", tensor, tensor, op, async_op)
 
@@ -89,8 +88,12 @@ def reduce_scatter_tensor(
     if _is_compiling():
         return _traced("reduce_scatter_tensor", output, input, op, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "reduce_scatter_tensor", input)
-    if not async_op and type(op) is _ReduceOp and _run_prepared(comm, "reduce_scatter_tensor", op, output, input):
-        return None
+    if not async_op and type(input) is type(output) is _Tensor and not _profiling():
+        result = comm.prepared.reduce_scatter(output, input, op)
+        if result == 0:
+            return None
+        if result > 0:
+            comm.raise_failure(result, "reduce_scatter_tensor")
     with _named("reduce_scatter_tensor"):
         return _reduction(comm, "reduce_scatter", "reduce_scatter_tensor", output, input, op, async_op)
 
@@ -111,45 +114,19 @@ def all_gather_into_tensor(
     """
     if _is_compiling():
         return _traced("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
-    op, comm = "all_gather_into_tensor", group
-    if type(comm) is not Communicator:
-        comm = _comm(group, op, input_tensor)
-    if not async_op and _run_prepared(comm, op, None, output_tensor, input_tensor):
-        return None
+    op = "all_gather_into_tensor"
+    comm = group if type(group) is Communicator else _comm(group, op, input_tensor)
+    if not async_op and type(input_tensor) is type(output_tensor) is _Tensor and not _profiling():
+        result = comm.prepared.all_gather(output_tensor, input_tensor)
+        if result == 0:
+            return None
+        if result > 0:
+            comm.raise_failure(result, op)
     with _named(op):
         return _reduction(comm, "all_gather", op, output_tensor, input_tensor, None, async_op)
 
 
 _ReduceOp = type(dist.ReduceOp.SUM)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its values, in order: no view that negates or conjugates them."""
-    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
-
-
-def _run_prepared(comm: Communicator, op: str, reduce_op: Any, output: Any, input: Any) -> bool:
-    """Make the call if one like it was made before."""
-    if not (type(input) is type(output) is _Tensor):
-        return False
-    ready = comm.repeated.get((op, reduce_op, input.dtype, input.shape, output.shape))
-    if (
-        ready is None
-        or output.dtype is not input.dtype
-        or not (_is_plain(input) and _is_plain(output))
-        or not input.get_device() == output.get_device() == ready.device
-        or _profiling()
-    ):
-        return False
-    to, of = output.data_ptr(), input.data_ptr()
-    if of < to + output.nbytes and to < of + input.nbytes:  # they overlap: only as a rank's own share of the other may
-        whole, share, num_bytes = (of, to, output.nbytes) if reduce_op is not None else (to, of, input.nbytes)
-        if share != whole + comm.rank * num_bytes:
-            return False
-    result = ready.call(ready.address, to, of)
-    if result:
-        comm.raise_failure(result, op)
-    return True
 
 
 # ---------------------------------------------------------------- the checked way
@@ -171,9 +148,8 @@ def _reduction(
         _refuse(comm, kind, op, error, async_op, input)
         raise
     dtype, count = str(inp.dtype).removeprefix("torch."), min(inp.numel(), out.numel())
-    detail = (("reduce_op", reduces),) if reduces else ()
-    asked = Request(kind, inp.dtype, inp.numel() * inp.element_size(), detail)
-    algorithm = _algorithm(comm, asked)
+    plan = _plan(comm, kind, inp.dtype, inp.numel() * inp.element_size(), reduces)
+    algorithm, asked = _algorithm(plan), plan.request
     of = ", ".join(filter(None, (dtype, reduces, f"{count} elements")))
     request = algorithm.register(comm, f"{op}|{dtype}|{reduces}|{count}|{algorithm.name}", f"{op}({of})")
     source, target, finish = _memory(kind, comm, out, inp)
@@ -184,39 +160,35 @@ def _reduction(
     finish()
     ready = algorithm.prepare(comm, asked, request, target)
     if ready is not None:
-        if len(comm.repeated) >= _MOST_KEPT:
-            comm.repeated.clear()
-        shapes = (inp.shape,) if in_place else (inp.shape, out.shape)
-        if reduce_op is None or type(reduce_op) is _ReduceOp:  # a ReduceOp object has no hash
-            comm.repeated[(op, reduce_op, inp.dtype, *shapes)] = ready
+        comm.prepared.add(kind, _MEMBERS[reduce_op_of(reduce_op)] if reduces else None, out, inp, ready)
     return None
 
 
-def _key(asked: Request) -> str:
-    return f"{asked.op}|{asked.dtype}|{asked.num_bytes}|{asked.detail}"
-
-
-def _algorithm(comm: Communicator, asked: Request) -> Reduction:
-    key = _key(asked)
+def _plan(comm: Communicator, kind: str, dtype: torch.dtype, num_bytes: int, reduces: str) -> Plan:
+    """`reduces`: the name of the reduction, or "" where there is none."""
+    key = (kind, dtype, num_bytes, reduces)
     plan: Plan | None = comm.plans.get(key)
     if plan is None:
         if len(comm.plans) >= _MOST_KEPT:
             comm.plans.clear()
-        plan = comm.plans[key] = choose(asked, comm)
+        detail = (("reduce_op", reduces),) if reduces else ()
+        plan = comm.plans[key] = choose(Request(kind, dtype, num_bytes, detail), comm)
+    return plan
+
+
+def _algorithm(plan: Plan) -> Reduction:
     assert isinstance(plan.algorithm, Reduction)
     return plan.algorithm
 
 
 def why_handed_over(comm: Communicator, kind: str, tensor: torch.Tensor, reduce_op: Any) -> str | None:
     """Why the group's own engine does a call with this input; None: a2a does it. `kind` is what the planner calls it."""
-    detail = () if kind == "all_gather" else (("reduce_op", _NAMES.get(reduce_op, "premul_sum")),)
-    asked = Request(kind, tensor.dtype, tensor.numel() * tensor.element_size(), detail)
-    algorithm = _algorithm(comm, asked)
-    if not algorithm.baseline:
+    reduces = "" if kind == "all_gather" else _NAMES.get(reduce_op, "premul_sum")
+    plan = _plan(comm, kind, tensor.dtype, tensor.numel() * tensor.element_size(), reduces)
+    if not plan.algorithm.baseline:
         return None
-    plan: Plan = comm.plans[_key(asked)]
     general = "shares" if comm.device_type == "cuda" else "two_shot"
-    return dict(plan.rejected).get(general, f"{algorithm.name} is planned")
+    return dict(plan.rejected).get(general, f"{plan.algorithm.name} is planned")
 
 
 def reduce_op_of(given: Any) -> Any:
@@ -229,7 +201,7 @@ def reduce_op_of(given: Any) -> Any:
 def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: bool, input: Any) -> None:
     """Tell the peers, whichever algorithm they use: its first signal is the same."""
     num_bytes = input.nbytes if isinstance(input, torch.Tensor) and comm.transport is None else 0
-    algorithm = _algorithm(comm, Request(kind, torch.float32, num_bytes, (("reduce_op", "sum"),)))
+    algorithm = _algorithm(_plan(comm, kind, torch.float32, num_bytes, "sum"))
     request = algorithm.register(comm, f"{op}|?", f"{op} (refused)")
     algorithm.refuse(comm, request, op, f"{type(error).__name__}: {error}", async_op)
 

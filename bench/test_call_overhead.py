@@ -7,9 +7,11 @@ other. gloo's call is here for scale.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,9 +73,23 @@ def test_all_to_all_single_on_symmetric_tensors(benchmark: Any, comm: Any) -> No
     assert torch.equal(output, source)
 
 
-def test_all_to_all_single_with_splits(benchmark: Any, comm: Any) -> None:
+def test_all_to_all_single_with_new_splits(benchmark: Any, comm: Any) -> None:
     source, output = torch.arange(float(ELEMENTS)), torch.zeros(ELEMENTS)
-    benchmark(a2a.all_to_all_single, output, source, [ELEMENTS], [ELEMENTS], group=comm)
+    rows = itertools.cycle(range(1, ELEMENTS + 1))
+
+    def exchange() -> None:
+        n = next(rows)
+        a2a.all_to_all_single(output[:n], source[:n], [n], [n], group=comm)
+
+    benchmark(exchange)
+    exchange()
+    a2a.all_to_all_single(output, source, [ELEMENTS], [ELEMENTS], group=comm)
+    assert torch.equal(output, source)
+
+
+def test_all_to_all_single_with_splits_in_an_array(benchmark: Any, comm: Any) -> None:
+    source, output, splits = torch.arange(float(ELEMENTS)), torch.zeros(ELEMENTS), np.array([ELEMENTS])
+    benchmark(a2a.all_to_all_single, output, source, splits, splits, group=comm)
     assert torch.equal(output, source)
 
 
@@ -89,15 +105,56 @@ def test_all_to_all_single_asynchronously(benchmark: Any, comm: Any) -> None:
     assert torch.equal(output, source)
 
 
-def test_dist_all_to_all_single_on_backend_a2a(benchmark: Any, group: None) -> None:
+def test_all_reduce(benchmark: Any, comm: Any) -> None:
+    tensor = torch.arange(float(ELEMENTS))
+    benchmark(a2a.all_reduce, tensor, group=comm)
+    assert torch.equal(tensor, torch.arange(float(ELEMENTS)))
+
+
+def test_reduce_scatter_tensor(benchmark: Any, comm: Any) -> None:
     source, output = torch.arange(float(ELEMENTS)), torch.zeros(ELEMENTS)
-    benchmark(dist.all_to_all_single, output, source, group=dist.new_group(backend="a2a"))
+    benchmark(a2a.reduce_scatter_tensor, output, source, group=comm)
     assert torch.equal(output, source)
 
 
-def test_dist_all_to_all_single_on_gloo(benchmark: Any, group: None) -> None:
+def test_all_gather_into_tensor(benchmark: Any, comm: Any) -> None:
     source, output = torch.arange(float(ELEMENTS)), torch.zeros(ELEMENTS)
-    benchmark(dist.all_to_all_single, output, source)
+    benchmark(a2a.all_gather_into_tensor, output, source, group=comm)
+    assert torch.equal(output, source)
+
+
+def test_all_reduce_asynchronously(benchmark: Any, comm: Any) -> None:
+    tensor = torch.arange(float(ELEMENTS))
+    benchmark(lambda: a2a.all_reduce(tensor, group=comm, async_op=True).wait())
+    assert torch.equal(tensor, torch.arange(float(ELEMENTS)))
+
+
+@pytest.mark.parametrize("backend", ["a2a", "gloo"])
+def test_dist_all_to_all_single(benchmark: Any, group: None, backend: str) -> None:
+    source, output = torch.arange(float(ELEMENTS)), torch.zeros(ELEMENTS)
+    benchmark(dist.all_to_all_single, output, source, group=dist.new_group(backend=backend))
+    assert torch.equal(output, source)
+
+
+@pytest.mark.parametrize("backend", ["a2a", "gloo"])
+def test_dist_all_to_all_single_with_splits(benchmark: Any, group: None, backend: str) -> None:
+    source, output, splits = torch.arange(float(ELEMENTS)), torch.zeros(ELEMENTS), [ELEMENTS]
+    benchmark(dist.all_to_all_single, output, source, splits, splits, group=dist.new_group(backend=backend))
+    assert torch.equal(output, source)
+
+
+@pytest.mark.parametrize("backend", ["a2a", "gloo"])
+def test_dist_all_reduce(benchmark: Any, group: None, backend: str) -> None:
+    tensor = torch.arange(float(ELEMENTS))
+    benchmark(dist.all_reduce, tensor, group=dist.new_group(backend=backend))
+    assert torch.equal(tensor, torch.arange(float(ELEMENTS)))
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+@pytest.mark.parametrize("backend", ["a2a", "gloo"])
+def test_dist_all_gather_into_tensor(benchmark: Any, group: None, backend: str) -> None:
+    source, output = torch.arange(float(ELEMENTS)), torch.zeros(ELEMENTS)
+    benchmark(dist.all_gather_into_tensor, output, source, group=dist.new_group(backend=backend))
     assert torch.equal(output, source)
 
 

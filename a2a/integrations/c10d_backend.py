@@ -66,6 +66,11 @@ DELEGATED = (
 )
 
 
+def _is_synchronous(opts: Any) -> bool:
+    """Whether a call is one for the short way of `prepared`."""
+    return not (getattr(opts, "asyncOp", True) or _profiling())
+
+
 def _given(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
 
@@ -97,7 +102,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         self._inner = make_inner(setup)
         self._served = {device_type for device_type, name in setup.requested.items() if name == NAME}
         self._comms: dict[str, Communicator] = {}  # device type -> what serves it
-        self._again: Callable[[Tensor, Tensor], int] | None = None  # `prepared.again` of the CPU's, once that is made
+        self._cpu: Communicator | None = None  # the CPU's, once it is made: for calls that were made before
         self._refusals: dict[str, str] = {}  # device type -> why nothing does
         self._handed_over: dict[str, int] = {}
         self._calls = dict.fromkeys(self._served, 0)  # device type -> calls that its communicator took
@@ -119,19 +124,11 @@ class A2AProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> Work:
         """As `ProcessGroup.all_to_all_single`, called `alltoall_base` before torch 2.13."""
-        again = self._again
-        if (
-            again is not None
-            and type(input) is type(output) is Tensor
-            and not (len(output_split_sizes) or len(input_split_sizes) or opts is None or opts.asyncOp)
-            and not _profiling()
-        ):
-            result = again(output, input)
-            if result == 0:
-                self._calls["cpu"] += 1
+        cpu = self._cpu
+        if cpu is not None and type(input) is type(output) is Tensor and _is_synchronous(opts):
+            result = cpu.prepared.all_to_all(output, input, output_split_sizes, input_split_sizes)
+            if self._made(cpu, result, "all_to_all_single"):
                 return self._done
-            if result > 0:
-                self._comms["cpu"].raise_failure(result, "all_to_all_single")
         comm = self._serving(input)
         if comm is None:
             call = getattr(self.native, "all_to_all_single", None) or self.native.alltoall_base
@@ -179,6 +176,18 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, op: Any = None) -> Work:  # type: ignore[override]
         """As `ProcessGroup.allreduce`, in each of its overloads."""
+        cpu = self._cpu
+        if (
+            cpu is not None
+            and type(tensors) is list
+            and type(tensors[0]) is Tensor
+            and len(tensors) == 1
+            and op is None
+            and _is_synchronous(opts)
+        ):
+            result = cpu.prepared.all_reduce(tensors[0], reduce_op_of(opts.reduceOp))
+            if self._made(cpu, result, "all_reduce"):
+                return self._done
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduce_op = reduce_op_of(
             next((given for given in (op, getattr(opts, "reduceOp", opts)) if given is not None), None)
@@ -194,6 +203,11 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `ProcessGroup.all_gather_single`, called `_allgather_base` before torch 2.13."""
+        cpu = self._cpu
+        if cpu is not None and type(input) is type(output) is Tensor and _is_synchronous(opts):
+            result = cpu.prepared.all_gather(output, input)
+            if self._made(cpu, result, "all_gather_into_tensor"):
+                return self._done
         comm = self._reducing("all_gather", None, [input])
         if comm is None:
             call = getattr(self.native, "all_gather_single", None) or self.native._allgather_base
@@ -205,6 +219,11 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
         """As `ProcessGroup.reduce_scatter_single`, called `_reduce_scatter_base` before torch 2.13."""
+        cpu = self._cpu
+        if cpu is not None and type(inputTensor) is type(outputTensor) is Tensor and _is_synchronous(opts):
+            result = cpu.prepared.reduce_scatter(outputTensor, inputTensor, reduce_op_of(opts.reduceOp))
+            if self._made(cpu, result, "reduce_scatter_tensor"):
+                return self._done
         reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
         comm = self._reducing("reduce_scatter", reduce_op, [inputTensor])
         if comm is None:
@@ -254,6 +273,15 @@ class A2AProcessGroup(dist.ProcessGroup):
         )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
+
+    def _made(self, comm: Communicator, result: int, op: str) -> bool:
+        """Whether a call was made by what `comm` had prepared, which gave `result`."""
+        if result > 0:
+            comm.raise_failure(result, op)
+        if result:
+            return False
+        self._calls["cpu"] += 1
+        return True
 
     def _native(self, names: Sequence[str], *args: Any) -> Work:
         """Call the first method of these names that this torch has, on the inner group."""
@@ -337,7 +365,7 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def _close(self) -> None:
         self._shut = True
-        comms, self._comms, self._again = self._comms, {}, None
+        comms, self._comms, self._cpu = self._comms, {}, None
         for comm in comms.values():
             comm.close()
 
@@ -362,7 +390,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         if device_type in self._served:
             comm = self._comms[device_type] = implicit(self, device_type=device_type, device=device)
             if device_type == "cpu":
-                self._again = comm.prepared.again
+                self._cpu = comm
             reason = "; ".join(f"{name}: {why}" for name, why in comm.why_no_transport.items())
         else:
             reason = self._refusals[device_type] = "the backend string gives them to another backend"

@@ -35,7 +35,7 @@ from typing import Any
 
 from a2a.errors import UnsupportedError
 
-ABI = 4
+ABI = 5
 OK, FAILED, PEER_REFUSED, FORKED, NOT_OPEN, PENDING, INVALID = range(7)
 TEXTS = 256  # requests that a context keeps
 
@@ -169,7 +169,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_populate": (None, (_P, _N)),
     "a2a_attach": (_P, (_P, _N, _U32, _U32, _N, POINTER(c_int), _U32, c_double, c_double, InterruptedCallback)),
     "a2a_set_timeout": (None, (_P, c_double)),
-    "a2a_close": (None, (_P,)),
+    "a2a_close": (c_int, (_P,)),
     "a2a_destroy": (None, (_P,)),
     "a2a_add_segment": (c_int, (_P, _P, _N)),
     "a2a_read": (c_int, (c_int, _U64, _P, _N)),

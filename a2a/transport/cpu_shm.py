@@ -406,16 +406,20 @@ class CpuShm(Transport):
     def close(self) -> None:
         if self._closed:
             return
-        self._lib.a2a_close(self.handle)
+        left = self._lib.a2a_close(self.handle)
         self._closed = True
         self._link.close()
+        if not left:  # a call is still at it, to which this signal handler returns
+            self.handle = 0
+            return
         for arena in self._arenas:
             self._lib.a2a_pool_close(arena.pool)
         self._lib.a2a_pool_close(self._control[2])
 
     def free(self) -> None:
         """Free the context. After close(), when nothing of this process refers to its kernels any more."""
-        self._lib.a2a_destroy(self.handle)
+        if self.handle:
+            self._lib.a2a_destroy(self.handle)
         self.handle = 0
 
     def __del__(self) -> None:

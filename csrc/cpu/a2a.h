@@ -25,8 +25,9 @@ A2A_API a2a_context* a2a_attach(void* base, size_t mapped_bytes, uint32_t rank, 
                                 const int* pidfds, uint32_t cores, double spin_us, double timeout_s,
                                 int (*interrupted)(void));
 A2A_API void a2a_set_timeout(a2a_context*, double timeout_s);
-A2A_API void a2a_close(a2a_context*);    // stops the progress thread, tells peers; memory stays
-A2A_API void a2a_destroy(a2a_context*);  // after close; unmaps the control segment
+// Stops the progress thread, ends calls of other threads, tells peers; memory stays. 0: a call did not end, and needs the memory.
+A2A_API int a2a_close(a2a_context*);
+A2A_API void a2a_destroy(a2a_context*);                                // after close; unmaps the control segment
 A2A_API int a2a_add_segment(a2a_context*, void* base, size_t stride);  // index, or -1
 A2A_API void a2a_populate(void* base, size_t bytes);                   // touch pages, so that no op pays for it
 
@@ -60,29 +61,6 @@ A2A_API int a2a_all_to_all_again(const a2a_even*, void* out, const void* in);
 A2A_API int a2a_all_to_all(a2a_context*, uint32_t request, void* const* out, const uint64_t* recv_bytes,
                            const void* const* in, const uint64_t* send_bytes);
 
-// --- prepared calls as a function of CPython's (python.cpp). Called with the GIL; objects of Python's are void*.
-typedef struct {                                                                  // by address, out of Python's C API
-  void* (*pointer_of)(void* capsule, const char* name);                           // PyCapsule_GetPointer
-  void* (*new_capsule)(void*, const char* name, void (*free)(void*));             // PyCapsule_New
-  void* (*new_function)(const void* definition, void* self, void* module);        // PyCFunction_NewEx
-  void* (*integer)(long);                                                         // PyLong_FromLong
-  void* (*call)(void* function, void* const* arguments, size_t, void* keywords);  // PyObject_Vectorcall
-  void (*forget)(void*);                                                          // Py_DecRef
-  void (*clear_error)(void);                                                      // PyErr_Clear
-  void* (*no_memory)(void);                                                       // PyErr_NoMemory
-  void* (*release_gil)(void);                                                     // PyEval_SaveThread
-  void (*take_gil)(void* thread);                                                 // PyEval_RestoreThread
-  int (*describe)(void* tensor, void* dltensor);  // dltensor_from_py_object_no_sync of torch's DLPack table
-  void *no, *is_neg, *is_conj;                    // False; methods of tensors
-} a2a_python;
-A2A_API void a2a_python_bind(const a2a_python*);  // once, before anything below
-A2A_API void* a2a_prepared_create(void);          // a capsule
-A2A_API void* a2a_prepared_function(
-    void* capsule);  // again(output, input): a Result, or -1: no such call was made before
-A2A_API void a2a_prepared_add(void* capsule, void* output, void* input, const a2a_even*, size_t num_bytes);
-A2A_API void a2a_prepared_clear(void* capsule);
-A2A_API size_t a2a_prepared_count(void* capsule);
-
 // --- all-reduce, reduce-scatter and all-gather of contiguous memory, prepared as above
 enum { A2A_ALL_REDUCE = 0, A2A_REDUCE_SCATTER = 1, A2A_ALL_GATHER = 2 };
 typedef struct {
@@ -106,6 +84,40 @@ typedef struct {
 // or residual.
 A2A_API int a2a_reduce_norm(const a2a_norm*, void* out, void* residual_out, const void* in, const void* residual,
                             const void* weight);
+
+// --- prepared calls as functions of CPython's (python.cpp). Called with the GIL; objects of Python's are void*.
+typedef struct {                                                                  // by address, out of Python's C API
+  void* (*pointer_of)(void* capsule, const char* name);                           // PyCapsule_GetPointer
+  void* (*new_capsule)(void*, const char* name, void (*free)(void*));             // PyCapsule_New
+  void* (*new_function)(const void* definition, void* self, void* module);        // PyCFunction_NewEx
+  void* (*integer)(long);                                                         // PyLong_FromLong
+  void* (*call)(void* function, void* const* arguments, size_t, void* keywords);  // PyObject_Vectorcall
+  void (*forget)(void*);                                                          // Py_DecRef
+  void (*clear_error)(void);                                                      // PyErr_Clear
+  void* (*no_memory)(void);                                                       // PyErr_NoMemory
+  void* (*release_gil)(void);                                                     // PyEval_SaveThread
+  void (*take_gil)(void* thread);                                                 // PyEval_RestoreThread
+  void* (*type_of)(void*);                                                        // PyObject_Type
+  void* (*attribute)(void*, const char* name);                                    // PyObject_GetAttrString
+  ptrdiff_t (*list_size)(void* list);                                             // PyList_Size
+  void* (*list_at)(void* list, ptrdiff_t);                                        // PyList_GetItem
+  ptrdiff_t (*tuple_size)(void* tuple);                                           // PyTuple_Size
+  void* (*tuple_at)(void* tuple, ptrdiff_t);                                      // PyTuple_GetItem
+  long long (*to_int64)(void* integer);                                           // PyLong_AsLongLong
+  int (*describe)(void* tensor, void* dltensor);  // dltensor_from_py_object_no_sync of torch's DLPack table
+  void *no, *none, *list, *tuple, *int_type;      // False and None; the types
+  void *is_neg, *is_conj;                         // methods of tensors
+} a2a_python;
+enum { A2A_ALL_TO_ALL = 3 };                      // a kind beside those of reductions
+A2A_API void a2a_python_bind(const a2a_python*);  // once, before anything below
+A2A_API void* a2a_prepared_create(void);          // a capsule
+// By kind: all_reduce(tensor, op), reduce_scatter(output, input, op), all_gather(output, input) or all_to_all(output, input,
+// output_splits, input_splits). They return a Result, or -1: no such call was made before.
+A2A_API void* a2a_prepared_function(void* capsule, uint32_t kind);
+// `op`: a member of torch's ReduceOp; `made`: an a2a_reduction, or an a2a_even, of which the bytes are not looked at.
+A2A_API void a2a_prepared_add(void* capsule, uint32_t kind, void* op, void* output, void* input, const void* made);
+A2A_API void a2a_prepared_clear(void* capsule);
+A2A_API size_t a2a_prepared_count(void* capsule);
 
 // --- what the algorithms are made of, for the cost model (primitives.cpp): no collective, and nobody is told anything
 enum {

@@ -23,7 +23,7 @@ namespace a2a {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x3161326132613261ull;
-constexpr std::uint32_t kAbi = 4;
+constexpr std::uint32_t kAbi = 5;
 constexpr std::uint64_t kSliceNs = 20'000'000;  // a sleeping rank looks around this often
 constexpr std::uint32_t kYields = 32;
 
@@ -306,13 +306,14 @@ void a2a_set_timeout(a2a_context* c, double timeout_s) {
   C(c)->timeout_ns = timeout_s > 9e9 ? ~0ull >> 1 : std::uint64_t(timeout_s * 1e9);
 }
 
-void a2a_close(a2a_context* h) {
+int a2a_close(a2a_context* h) {
   Context* c = C(h);
-  if (in_child(*c) || c->state(c->rank).open.load() != 1) return;
+  if (in_child(*c) || c->state(c->rank).open.load() != 1) return 1;
   queue_stop(*c);
   c->state(c->rank).open.store(2, std::memory_order_seq_cst);
   for (std::uint32_t r = 0; r < c->world; r++)
     if (r != c->rank && c->bell(r).sleeping.load()) wake(c->bell(r));
+  return queue_left(*c);
 }
 
 void a2a_destroy(a2a_context* h) {

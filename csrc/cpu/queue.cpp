@@ -162,8 +162,11 @@ void queue_stop(Context& c) {
   Queue& q = *c.queue;
   pthread_mutex_lock(&q.mutex);
   q.stop = true;
-  const bool started = q.started;
-  if (q.first) {  // nobody will wait for what is still queued: peers must learn it now, not after their deadline
+  const bool started = q.started, busy = pthread_mutex_trylock(&q.op) != 0;
+  if (!busy) pthread_mutex_unlock(&q.op);
+  // Nobody will wait for what is still queued, and what runs on another thread must end: peers learn it now, not after their
+  // deadline.
+  if (q.first || busy) {
     pthread_mutex_unlock(&q.mutex);
     fail(c, kClosed, c.rank, 0, nullptr);
     wake(c.bell(c.rank));
@@ -173,6 +176,17 @@ void queue_stop(Context& c) {
   pthread_mutex_unlock(&q.mutex);
   if (started) pthread_join(q.thread, nullptr);
   q.started = false;
+}
+
+bool queue_left(Context& c) {
+  for (const std::uint64_t end = now_ns() + 1'000'000'000; now_ns() < end;) {
+    const bool idle = pthread_mutex_trylock(&c.queue->op) == 0;
+    if (idle) pthread_mutex_unlock(&c.queue->op);
+    if (idle && c.callers.load(std::memory_order_acquire) == 0) return true;
+    const timespec millisecond{0, 1'000'000};
+    nanosleep(&millisecond, nullptr);
+  }
+  return false;  // the thread that closes may be in a call itself: in a signal handler
 }
 
 void queue_free(Queue* q, bool owner) {

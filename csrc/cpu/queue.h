@@ -6,7 +6,8 @@
 namespace a2a {
 
 Queue* queue_create();
-void queue_stop(Context& c);  // finishes or fails what is queued, joins the thread
+void queue_stop(Context& c);  // finishes or fails what is queued or runs, joins the thread
+bool queue_left(Context& c);  // after that: whether every other thread has left its call. Waits for a second
 // Run `run` in its turn, with the lock held, then `done`, with no lock held; both on the progress thread. kOk, or why not.
 int submit_job(Context& c, void (*run)(Context&, void*), void (*done)(void*), void* argument);
 void queue_free(Queue* q, bool owner);  // owner: false in a forked child, whose thread is not there

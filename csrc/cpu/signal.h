@@ -189,6 +189,7 @@ struct Context {
   std::uint8_t* scratch = nullptr;  // per-peer state of the running op
   std::uint8_t* bounce = nullptr;   // kBounce bytes, once reads are enabled
   Queue* queue = nullptr;
+  std::atomic<std::uint32_t> callers{0};  // threads in a call of python.cpp's, which changes this with the GIL
 
   Context(std::uint32_t r, std::uint32_t w, std::size_t staging)
       : rank(r), world(w), geo(w, staging), num_segments(0) {}
