@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 from torch.autograd.graph import increment_version
+from torch.distributed import distributed_c10d as c10d
 
 from a2a.algorithms.base import AllToAll, Request
 from a2a.algorithms.c10d import originals
@@ -95,7 +96,7 @@ def all_to_all(
 
 
 def _comm(group: Any, op: str, tensor: Any) -> Communicator:
-    world = torch.distributed.group.WORLD if group is None else group
+    world = c10d._world.default_pg if group is None else group
     if isinstance(tensor, torch.Tensor):
         device = tensor.device if tensor.is_cuda else _CPU
     else:

@@ -33,6 +33,7 @@ _NAMES = {
     dist.ReduceOp.BXOR: "bxor",
 }
 _MEMBERS = {op: op for op in _NAMES}  # what equals a member, to the member itself
+_BY_NUMBER = {hash(dist.ReduceOp(op)): op for op in _NAMES}
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_compiling
 _profiling = torch._C._autograd._profiler_enabled
@@ -193,9 +194,9 @@ def why_handed_over(comm: Communicator, kind: str, tensor: torch.Tensor, reduce_
 
 def reduce_op_of(given: Any) -> Any:
     """A ReduceOp object as the member of the enumeration that it equals, if it does; None: SUM."""
-    if given is None or type(given) is _ReduceOp:
-        return dist.ReduceOp.SUM if given is None else given
-    return next((known for known in _NAMES if given == known), given)
+    if type(given) is dist.ReduceOp:
+        return _BY_NUMBER.get(hash(given), given)
+    return dist.ReduceOp.SUM if given is None else given
 
 
 def _refuse(comm: Communicator, kind: str, op: str, error: Exception, async_op: bool, input: Any) -> None:

@@ -127,8 +127,11 @@ class A2AProcessGroup(dist.ProcessGroup):
         cpu = self._cpu
         if cpu is not None and type(input) is type(output) is Tensor and _is_synchronous(opts):
             result = cpu.prepared.all_to_all(output, input, output_split_sizes, input_split_sizes)
-            if self._made(cpu, result, "all_to_all_single"):
+            if result == 0:
+                self._calls["cpu"] += 1
                 return self._done
+            if result > 0:
+                cpu.raise_failure(result, "all_to_all_single")
         comm = self._serving(input)
         if comm is None:
             call = getattr(self.native, "all_to_all_single", None) or self.native.alltoall_base
@@ -186,8 +189,11 @@ class A2AProcessGroup(dist.ProcessGroup):
             and _is_synchronous(opts)
         ):
             result = cpu.prepared.all_reduce(tensors[0], reduce_op_of(opts.reduceOp))
-            if self._made(cpu, result, "all_reduce"):
+            if result == 0:
+                self._calls["cpu"] += 1
                 return self._done
+            if result > 0:
+                cpu.raise_failure(result, "all_reduce")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduce_op = reduce_op_of(
             next((given for given in (op, getattr(opts, "reduceOp", opts)) if given is not None), None)
@@ -206,8 +212,11 @@ class A2AProcessGroup(dist.ProcessGroup):
         cpu = self._cpu
         if cpu is not None and type(input) is type(output) is Tensor and _is_synchronous(opts):
             result = cpu.prepared.all_gather(output, input)
-            if self._made(cpu, result, "all_gather_into_tensor"):
+            if result == 0:
+                self._calls["cpu"] += 1
                 return self._done
+            if result > 0:
+                cpu.raise_failure(result, "all_gather_into_tensor")
         comm = self._reducing("all_gather", None, [input])
         if comm is None:
             call = getattr(self.native, "all_gather_single", None) or self.native._allgather_base
@@ -222,8 +231,11 @@ class A2AProcessGroup(dist.ProcessGroup):
         cpu = self._cpu
         if cpu is not None and type(inputTensor) is type(outputTensor) is Tensor and _is_synchronous(opts):
             result = cpu.prepared.reduce_scatter(outputTensor, inputTensor, reduce_op_of(opts.reduceOp))
-            if self._made(cpu, result, "reduce_scatter_tensor"):
+            if result == 0:
+                self._calls["cpu"] += 1
                 return self._done
+            if result > 0:
+                cpu.raise_failure(result, "reduce_scatter_tensor")
         reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
         comm = self._reducing("reduce_scatter", reduce_op, [inputTensor])
         if comm is None:
@@ -273,15 +285,6 @@ class A2AProcessGroup(dist.ProcessGroup):
         )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
-
-    def _made(self, comm: Communicator, result: int, op: str) -> bool:
-        """Whether a call was made by what `comm` had prepared, which gave `result`."""
-        if result > 0:
-            comm.raise_failure(result, op)
-        if result:
-            return False
-        self._calls["cpu"] += 1
-        return True
 
     def _native(self, names: Sequence[str], *args: Any) -> Work:
         """Call the first method of these names that this torch has, on the inner group."""
