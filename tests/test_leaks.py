@@ -56,15 +56,20 @@ def many_calls(calls: int, mode: str) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     input = torch.arange(world_size * 100, dtype=torch.float32) + rank
     output = torch.empty_like(input)
-    splits = [100] * world_size
     kib = 0
     with a2a.communicator() as comm:
         for call in range(calls):
             if call == calls // 5:
                 kib = resident_kib()
+            rows = 100 - call % 50 if mode == "splits" else 100
+            splits = [rows] * world_size if mode == "splits" else None
             work = a2a.all_to_all_single(
-                output, input, splits if mode == "splits" else None, None, comm, async_op=mode == "async"
+                output[: rows * world_size], input[: rows * world_size], splits, None, comm, async_op=mode == "async"
             )
+            if mode == "reductions":
+                a2a.all_reduce(output, group=comm)
+                a2a.reduce_scatter_tensor(output[:100], input, group=comm)
+                a2a.all_gather_into_tensor(output, input[:100], comm)
             if mode == "async" and call % 8 == 7:
                 work.wait()
             if mode == "mistakes":
@@ -98,7 +103,7 @@ def test_closed_communicators_leave_nothing_open(world: World, failing: bool) ->
         assert grown_kib < 1500, f"{grown_kib} KiB in 20 communicators"
 
 
-@pytest.mark.parametrize("mode", ["even", "splits", "async", "mistakes"])
+@pytest.mark.parametrize("mode", ["even", "splits", "async", "mistakes", "reductions"])
 def test_memory_stays_flat_over_many_calls(world: World, mode: str) -> None:
     for grown_kib in world.run(many_calls, calls=5000 if mode == "even" else 2000, mode=mode):
         assert grown_kib < 600, f"{grown_kib} KiB"
