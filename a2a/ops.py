@@ -1,14 +1,15 @@
 """The collectives of tensors, with torch.distributed's names, arguments and meaning.
 
-A synchronous call that repeats an earlier one (same dtype and bytes of a row; its splits may be new) takes the fast way: one
-call into C, which knows it again (`a2a/kernels/prepared.py`). Everything else is checked here, in this order: what one rank
-can see by itself raises ValueError or TypeError on that rank, whose peers are told with the communicator still in step; what
-only shows between ranks is found by the kernels.
+A call that repeats an earlier one (same dtype and bytes of a row; its splits may be new) takes the fast way: one call into
+C, which knows it again (`a2a/kernels/prepared.py`). Everything else is checked here, in this order: what one rank can see by
+itself raises ValueError or TypeError on that rank, whose peers are told with the communicator still in step; what only shows
+between ranks is found by the kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from a2a.algorithms.base import AllToAll, Request
 from a2a.algorithms.c10d import originals
 from a2a.comm import Communicator, _implicit, implicit, implicit_key
+from a2a.kernels.prepared import UNKNOWN
 from a2a.plan import Plan, choose
 from a2a.work import Work
 
@@ -65,12 +67,17 @@ def all_to_all_single(
     if _is_compiling():
         return _traced("all_to_all_single", output, input, output_split_sizes, input_split_sizes, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "all_to_all_single", input)
-    if not async_op and type(input) is type(output) is _Tensor and not _profiling():
-        result = comm.prepared.all_to_all(output, input, output_split_sizes, input_split_sizes)
-        if result == 0:
-            return None
-        if result > 0:
-            comm.raise_failure(result, "all_to_all_single")
+    if type(input) is type(output) is _Tensor and not _profiling():
+        if async_op:
+            ticket = comm.prepared.submit_all_to_all(output, input, output_split_sizes, input_split_sizes)
+            if ticket != UNKNOWN:
+                return _submitted(comm, ticket, "all_to_all_single", output, input)
+        else:
+            result = comm.prepared.all_to_all(output, input, output_split_sizes, input_split_sizes)
+            if result == 0:
+                return None
+            if result > 0:
+                comm.raise_failure(result, "all_to_all_single")
     with _named("all_to_all_single"):
         return _all_to_all_single(comm, output, input, output_split_sizes, input_split_sizes, async_op)
 
@@ -105,6 +112,19 @@ def _comm(group: Any, op: str, tensor: Any) -> Communicator:
     if known is not None and known[0]() is world and not known[1]._closed:
         return known[1]
     return implicit(world, op, device.type, device)
+
+
+def _submitted(comm: Communicator, ticket: int, op: str, output: torch.Tensor, input: torch.Tensor) -> Work:
+    """A call of `comm.prepared` that is on its way."""
+    work = Work(comm, ticket, op, [output], (output, input), functools.partial(_stored, output))
+    comm.keep(work)
+    return work
+
+
+def _stored(output: torch.Tensor) -> None:
+    """Have autograd know that memory has other contents."""
+    if not output.is_inference():
+        increment_version(output)
 
 
 def _traced(name: str, *args: Any) -> Work | None:
@@ -345,7 +365,7 @@ def _contiguous(out: torch.Tensor, inp: torch.Tensor) -> tuple[torch.Tensor, tor
         if target.data_ptr() != out.data_ptr():
             with torch.no_grad():
                 out.copy_(target)
-        elif not out.is_inference():
-            increment_version(out)
+        else:
+            _stored(out)
 
     return source, target, finish

@@ -1,8 +1,8 @@
 """All-reduce, reduce-scatter and all-gather, with torch.distributed's names, arguments and meaning.
 
-As in ops.py: a synchronous call that repeats an earlier one (same op, dtype and number of elements) takes the fast way, one
-call into C. Everything else is checked here: what one rank can see by itself raises ValueError or TypeError on that rank,
-whose peers are told with the communicator still in step; what only shows between ranks is found by the kernels.
+As in ops.py: a call that repeats an earlier one (same op, dtype and number of elements) takes the fast way, one call into C.
+Everything else is checked here: what one rank can see by itself raises ValueError or TypeError on that rank, whose peers
+are told with the communicator still in step; what only shows between ranks is found by the kernels.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 
 from a2a.algorithms.base import Request
 from a2a.algorithms.reduction_base import Reduction
 from a2a.comm import Communicator
-from a2a.ops import _check_pair, _comm, _named, _tensor, _traced
+from a2a.kernels.prepared import UNKNOWN
+from a2a.ops import _check_pair, _comm, _named, _stored, _submitted, _tensor, _traced
 from a2a.plan import Plan, choose
 from a2a.work import Work
 
@@ -63,12 +63,17 @@ def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, asyn
     if _is_compiling():
         return _traced("all_reduce", tensor, op, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "all_reduce", tensor)
-    if not async_op and type(tensor) is _Tensor and not _profiling():
-        result = comm.prepared.all_reduce(tensor, op)
-        if result == 0:
-            return None
-        if result > 0:
-            comm.raise_failure(result, "all_reduce")
+    if type(tensor) is _Tensor and not _profiling():
+        if async_op:
+            ticket = comm.prepared.submit_all_reduce(tensor, op)
+            if ticket != UNKNOWN:
+                return _submitted(comm, ticket, "all_reduce", tensor, tensor)
+        else:
+            result = comm.prepared.all_reduce(tensor, op)
+            if result == 0:
+                return None
+            if result > 0:
+                comm.raise_failure(result, "all_reduce")
     with _named("all_reduce"):
         return _reduction(comm, "all_reduce", "all_reduce", tensor, tensor, op, async_op)
 
@@ -89,12 +94,17 @@ def reduce_scatter_tensor(
     if _is_compiling():
         return _traced("reduce_scatter_tensor", output, input, op, group, async_op)
     comm = group if type(group) is Communicator else _comm(group, "reduce_scatter_tensor", input)
-    if not async_op and type(input) is type(output) is _Tensor and not _profiling():
-        result = comm.prepared.reduce_scatter(output, input, op)
-        if result == 0:
-            return None
-        if result > 0:
-            comm.raise_failure(result, "reduce_scatter_tensor")
+    if type(input) is type(output) is _Tensor and not _profiling():
+        if async_op:
+            ticket = comm.prepared.submit_reduce_scatter(output, input, op)
+            if ticket != UNKNOWN:
+                return _submitted(comm, ticket, "reduce_scatter", output, input)
+        else:
+            result = comm.prepared.reduce_scatter(output, input, op)
+            if result == 0:
+                return None
+            if result > 0:
+                comm.raise_failure(result, "reduce_scatter_tensor")
     with _named("reduce_scatter_tensor"):
         return _reduction(comm, "reduce_scatter", "reduce_scatter_tensor", output, input, op, async_op)
 
@@ -117,12 +127,17 @@ def all_gather_into_tensor(
         return _traced("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
     op = "all_gather_into_tensor"
     comm = group if type(group) is Communicator else _comm(group, op, input_tensor)
-    if not async_op and type(input_tensor) is type(output_tensor) is _Tensor and not _profiling():
-        result = comm.prepared.all_gather(output_tensor, input_tensor)
-        if result == 0:
-            return None
-        if result > 0:
-            comm.raise_failure(result, op)
+    if type(input_tensor) is type(output_tensor) is _Tensor and not _profiling():
+        if async_op:
+            ticket = comm.prepared.submit_all_gather(output_tensor, input_tensor)
+            if ticket != UNKNOWN:
+                return _submitted(comm, ticket, "all_gather", output_tensor, input_tensor)
+        else:
+            result = comm.prepared.all_gather(output_tensor, input_tensor)
+            if result == 0:
+                return None
+            if result > 0:
+                comm.raise_failure(result, op)
     with _named(op):
         return _reduction(comm, "all_gather", op, output_tensor, input_tensor, None, async_op)
 
@@ -245,8 +260,8 @@ def _memory(
         if target.data_ptr() != out.data_ptr():
             with torch.no_grad():
                 out.copy_(target)
-        elif not out.is_inference():
-            increment_version(out)
+        else:
+            _stored(out)
 
     return source, target, finish
 

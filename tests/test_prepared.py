@@ -179,9 +179,13 @@ def new_splits(way: str) -> None:
                 known = again(comm, output, source, form(received), form(given))
                 assert known == (way == "native")
                 assert not known or torch.equal(output, expected)
-            a2a.all_to_all_single(output, source, form(received), form(given), comm)
-            assert torch.equal(output, expected)
-        assert comm.stats()["collectives"] >= (39 if way == "native" else 20)
+            for async_op in (False, True):
+                work = a2a.all_to_all_single(output.zero_(), source, form(received), form(given), comm, async_op)
+                assert (work is not None) == async_op
+                if work is not None:
+                    work.wait()
+                assert torch.equal(output, expected)
+        assert comm.stats()["collectives"] == (59 if way == "native" else 40)
 
 
 def one_side_of_splits(way: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import a2a
 from a2a.kernels import prepared
+from a2a.work import Work
 from deadlines import soon
 from exchange_cases import assert_same_bits
 from pool import World
@@ -44,12 +45,15 @@ class Call:
         input = values(self.comm.rank, self.sizes[1], self.dtype, salt)
         return (input, input) if self.kind == "all_reduce" else (input.new_zeros(self.sizes[0]), input)
 
-    def make(self, output: torch.Tensor, input: torch.Tensor, op: Any = SUM, async_op: bool = False) -> None:
-        work = {
+    def start(self, output: torch.Tensor, input: torch.Tensor, op: Any = SUM, async_op: bool = True) -> Any:
+        return {
             "all_reduce": lambda: a2a.all_reduce(input, op, self.comm, async_op),
             "reduce_scatter": lambda: a2a.reduce_scatter_tensor(output, input, op, self.comm, async_op),
             "all_gather": lambda: a2a.all_gather_into_tensor(output, input, self.comm, async_op),
         }[self.kind]()
+
+    def make(self, output: torch.Tensor, input: torch.Tensor, op: Any = SUM, async_op: bool = False) -> None:
+        work = self.start(output, input, op, async_op)
         assert (work is None) != async_op
         if work is not None:
             work.wait()
@@ -67,8 +71,8 @@ class Call:
 
 
 def the_same_bits(way: str, kind: str) -> None:
-    """As a call that goes the long way: an asynchronous one never goes the short one."""
-    with communicator(way) as comm:
+    """As a call that goes the long way: on a communicator that has made none before."""
+    with communicator(way) as comm, communicator(way) as new:
         for count in SIZES:
             for dtype, op in ((torch.float32, SUM), (torch.bfloat16, AVG), (torch.float64, MAX), (torch.int16, MIN)):
                 call = Call(comm, kind, count, dtype)
@@ -77,13 +81,49 @@ def the_same_bits(way: str, kind: str) -> None:
                 call.make(output, input, op)
                 for salt in range(1, 4):
                     long, short = call.tensors(salt), call.tensors(salt)
-                    call.make(*long, op, async_op=True)
+                    new.prepared.clear()
+                    Call(new, kind, count, dtype).make(*long, op)
                     assert call.again(*short, op)
                     assert_same_bits(short[0], long[0])
+                    later = call.tensors(salt)
+                    call.make(*later, op, async_op=True)
+                    assert_same_bits(later[0], long[0])
                 output, input = call.tensors(1)
                 assert call.again(output.requires_grad_() if op != MIN else output, input, op)
         comm.prepared.clear()
         assert not call.again(output, input, op)
+
+
+def asynchronous_calls(way: str, kind: str) -> None:
+    """They are known, too, run in the order of all calls, and tell autograd when they are done."""
+    with communicator(way) as comm:
+        call = Call(comm, kind, 48)
+        results, expected = [], []
+        for salt in range(20):
+            output, input = call.tensors(salt)
+            call.make(output, input)
+            expected.append(output)
+        submit = getattr(comm.prepared, f"submit_{kind}")
+        before, version = comm.stats()["collectives"], call.tensors()[0]._version
+        for salt in range(20):
+            output, input = call.tensors(salt)
+            arguments = [input] if kind == "all_reduce" else [output, input]
+            ticket = submit(*arguments, *([] if kind == "all_gather" else [SUM]))
+            assert (ticket != prepared.UNKNOWN) == (way == "native")
+            if ticket == prepared.UNKNOWN:
+                call.make(output, input, async_op=True)
+            else:
+                Work(comm, ticket, kind, [output], (output, input), None).wait()
+            results.append(output)
+        started = [(call.tensors(salt), salt) for salt in range(20)]
+        works = [call.start(output, input) for (output, input), _ in started]
+        call.make(*call.tensors())  # after all of them
+        assert all(work.is_completed() for work in works)
+        for (output, _), salt in started:
+            assert output._version > version
+            assert_same_bits(output, expected[salt])
+            assert_same_bits(results[salt], expected[salt])
+        assert comm.stats()["collectives"] == before + 41
 
 
 def other_calls(way: str, kind: str) -> None:
@@ -210,7 +250,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("check", [the_same_bits, other_calls, nothing_is_counted_too_often])
+@pytest.mark.parametrize("check", [the_same_bits, asynchronous_calls, other_calls, nothing_is_counted_too_often])
 def test_a_reduction_made_before(world: World, check: Callable[..., None], way: str, kind: str) -> None:
     world.run(check, way=way, kind=kind)
 

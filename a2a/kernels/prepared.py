@@ -1,9 +1,9 @@
-"""Synchronous collectives that a communicator has made before, and the shortest way to make them again.
+"""Collectives that a communicator has made before, and the shortest way to make them again.
 
 Each function of `Prepared` finds out whether such a call was made before, and makes it. On a CPU these are functions of the
 C library that CPython calls directly, without ctypes, and that read tensors through DLPack's C exchange table
 (csrc/cpu/python.cpp). Elsewhere, and where Python or torch lack what that takes, they are the same in Python, which takes
-four times as long, and knows fewer calls: those of the same shapes, and all-to-alls without splits.
+four times as long, and knows fewer calls: synchronous ones of the same shapes, and all-to-alls without splits.
 
 Both check all that may differ from call to call: dtypes, sizes, device, contiguity, overlap, and whether memory holds the
 values as they are or their conjugates or negatives.
@@ -15,7 +15,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_char_p, c_size_t, c_uint32, c_void_p, py_object
+from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint32, c_void_p, py_object
 from typing import Any, ClassVar
 
 import torch
@@ -70,6 +70,8 @@ class Prepared:
         all_reduce: of (tensor, op).
         reduce_scatter: of (output, input, op).
         all_gather: of (output, input).
+        submit_all_to_all, submit_all_reduce, submit_reduce_scatter, submit_all_gather: the same, asynchronously: they
+            return a ticket of the library's, or `UNKNOWN`.
     """
 
     any_splits: ClassVar[bool] = False  # whether an all-to-all of any splits may be added, and serves all others
@@ -79,6 +81,10 @@ class Prepared:
         self.all_reduce: Callable[[torch.Tensor, Any], int] = self._all_reduce
         self.reduce_scatter: Callable[[torch.Tensor, torch.Tensor, Any], int] = self._reduce_scatter
         self.all_gather: Callable[[torch.Tensor, torch.Tensor], int] = self._all_gather
+        self.submit_all_to_all: Callable[[torch.Tensor, torch.Tensor, Any, Any], int] = _unknown
+        self.submit_all_reduce: Callable[[torch.Tensor, Any], int] = _unknown
+        self.submit_reduce_scatter: Callable[[torch.Tensor, torch.Tensor, Any], int] = _unknown
+        self.submit_all_gather: Callable[[torch.Tensor, torch.Tensor], int] = _unknown
         self._rank = rank
         self._calls: dict[Any, Any] = {}
 
@@ -145,6 +151,10 @@ class Prepared:
         return call
 
 
+def _unknown(*arguments: Any) -> int:
+    return UNKNOWN
+
+
 def _even(splits: Any) -> bool:
     return splits is None or (type(splits) in (list, tuple) and not splits)
 
@@ -158,7 +168,8 @@ class _Native(Prepared):
         super().__init__(rank)
         self._native, self._capsule = native, native.create()
         for name, kind in KINDS.items():
-            setattr(self, name, native.function(self._capsule, kind))
+            setattr(self, name, native.function(self._capsule, kind, False))
+            setattr(self, f"submit_{name}", native.function(self._capsule, kind, True))
 
     def add(self, kind: str, op: Any, output: torch.Tensor, input: torch.Tensor, call: Any) -> None:
         self._native.add(self._capsule, KINDS[kind], op, output, input, call.address)
@@ -180,7 +191,7 @@ class _Python(Structure):
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a2a_python_bind": (None, (POINTER(_Python),)),
     "a2a_prepared_create": (py_object, ()),
-    "a2a_prepared_function": (py_object, (py_object, c_uint32)),
+    "a2a_prepared_function": (py_object, (py_object, c_uint32, c_int)),
     "a2a_prepared_add": (None, (py_object, c_uint32, py_object, py_object, py_object, c_void_p)),
     "a2a_prepared_clear": (None, (py_object,)),
     "a2a_prepared_count": (c_size_t, (py_object,)),

@@ -112,8 +112,9 @@ enum { A2A_ALL_TO_ALL = 3 };                      // a kind beside those of redu
 A2A_API void a2a_python_bind(const a2a_python*);  // once, before anything below
 A2A_API void* a2a_prepared_create(void);          // a capsule
 // By kind: all_reduce(tensor, op), reduce_scatter(output, input, op), all_gather(output, input) or all_to_all(output, input,
-// output_splits, input_splits). They return a Result, or -1: no such call was made before.
-A2A_API void* a2a_prepared_function(void* capsule, uint32_t kind);
+// output_splits, input_splits). They return a Result or, if `later`, the ticket of a call on the progress thread; or -1: no such call
+// was made before.
+A2A_API void* a2a_prepared_function(void* capsule, uint32_t kind, int later);
 // `op`: a member of torch's ReduceOp; `made`: an a2a_reduction, or an a2a_even, of which the bytes are not looked at.
 A2A_API void a2a_prepared_add(void* capsule, uint32_t kind, void* op, void* output, void* input, const void* made);
 A2A_API void a2a_prepared_clear(void* capsule);

@@ -152,14 +152,14 @@ void clear(Prepared& prepared) {
 // Another thread may clear the table meanwhile, and close the context, which waits for its callers: `collective` has copied what it
 // needs of the table.
 template <class Collective>
-void* run(a2a_context* context, const Collective& collective) {
+void* run(a2a_context* context, const Collective& collective) {  // an int, or a ticket
   std::atomic<std::uint32_t>& callers = reinterpret_cast<a2a::Context*>(context)->callers;
   callers.store(callers.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   void* thread = python.release_gil();
-  const int result = collective();
+  const auto result = collective();
   python.take_gil(thread);
   callers.store(callers.load(std::memory_order_relaxed) - 1, std::memory_order_release);
-  return python.integer(result);
+  return python.integer(long(result));
 }
 
 void* type_of(void* object) {
@@ -226,7 +226,8 @@ bool all_equal(const std::uint64_t* sizes, std::uint32_t n) {
   return true;
 }
 
-// all_to_all(output, input, output_splits, input_splits)
+// all_to_all(output, input, output_splits, input_splits); later: on the progress thread
+template <bool later>
 void* all_to_all(void* capsule, void* const* arguments, std::ptrdiff_t count) {
   if (count != 4) return unknown();
   const Splits output_splits(arguments[2]), input_splits(arguments[3]);  // first, since arrays may run anything
@@ -241,7 +242,7 @@ void* all_to_all(void* capsule, void* const* arguments, std::ptrdiff_t count) {
   auto* sent = static_cast<std::uint64_t*>(__builtin_alloca(P * 8));
   if (!output_splits.of(out, P, received) || !input_splits.of(in, P, sent) || sent[c.rank] != received[c.rank])
     return unknown();
-  if (sent[0] == received[0] && all_equal(sent, P) && all_equal(received, P)) {
+  if (!later && sent[0] == received[0] && all_equal(sent, P) && all_equal(received, P)) {
     even.bytes_per_peer = sent[0];
     return run(even.context, [&] { return a2a_all_to_all_again(&even, out.begin(), in.begin()); });
   }
@@ -255,11 +256,12 @@ void* all_to_all(void* capsule, void* const* arguments, std::ptrdiff_t count) {
     next_in += sent[p];
   }
   const auto request = std::uint32_t(even.request);
+  if (later) return run(even.context, [&] { return a2a_submit(even.context, request, to, received, from, sent); });
   return run(even.context, [&] { return a2a_all_to_all(even.context, request, to, received, from, sent); });
 }
 
-// all_reduce(tensor, op), reduce_scatter(output, input, op), all_gather(output, input)
-template <std::uint32_t kind>
+// all_reduce(tensor, op), reduce_scatter(output, input, op), all_gather(output, input); later: as above
+template <std::uint32_t kind, bool later>
 void* reduction(void* capsule, void* const* arguments, std::ptrdiff_t count) {
   constexpr bool in_place = kind == A2A_ALL_REDUCE, gathers = kind == A2A_ALL_GATHER;
   if (count != 3 - in_place - gathers) return unknown();
@@ -277,16 +279,23 @@ void* reduction(void* capsule, void* const* arguments, std::ptrdiff_t count) {
     // A share may lie where it belongs. Elsewhere it would be stored over what is still to be sent.
     if (overlap(out, in) && share.begin() != whole.begin() + c.rank * share.bytes()) return unknown();
   }
+  if (later) return run(made.context, [&] { return a2a_submit_reduction(&made, out.begin(), in.begin()); });
   return run(made.context, [&] { return a2a_reduce(&made, out.begin(), in.begin()); });
 }
 
 void free_capsule(void* capsule) { std::free(&of(capsule)); }
 
-// Of the library's own life, which is longer than that of any object of Python's. By kind.
-const Definition kDefinitions[] = {{"all_reduce", reduction<A2A_ALL_REDUCE>, kFastCall, nullptr},
-                                   {"reduce_scatter", reduction<A2A_REDUCE_SCATTER>, kFastCall, nullptr},
-                                   {"all_gather", reduction<A2A_ALL_GATHER>, kFastCall, nullptr},
-                                   {"all_to_all", all_to_all, kFastCall, nullptr}};
+// Of the library's own life, which is longer than that of any object of Python's. By `later` and kind.
+template <bool later>
+constexpr Definition kReduce = {"all_reduce", reduction<A2A_ALL_REDUCE, later>, kFastCall, nullptr};
+template <bool later>
+constexpr Definition kScatter = {"reduce_scatter", reduction<A2A_REDUCE_SCATTER, later>, kFastCall, nullptr};
+template <bool later>
+constexpr Definition kGather = {"all_gather", reduction<A2A_ALL_GATHER, later>, kFastCall, nullptr};
+template <bool later>
+constexpr Definition kExchange = {"all_to_all", all_to_all<later>, kFastCall, nullptr};
+const Definition* const kDefinitions[2][4] = {{&kReduce<false>, &kScatter<false>, &kGather<false>, &kExchange<false>},
+                                              {&kReduce<true>, &kScatter<true>, &kGather<true>, &kExchange<true>}};
 
 }  // namespace
 
@@ -297,8 +306,8 @@ void* a2a_prepared_create(void) {
   return memory ? python.new_capsule(memory, kCapsule, free_capsule) : python.no_memory();
 }
 
-void* a2a_prepared_function(void* capsule, uint32_t kind) {
-  return python.new_function(&kDefinitions[kind], capsule, nullptr);
+void* a2a_prepared_function(void* capsule, uint32_t kind, int later) {
+  return python.new_function(kDefinitions[later][kind], capsule, nullptr);
 }
 
 void a2a_prepared_clear(void* capsule) { clear(of(capsule)); }
@@ -310,6 +319,7 @@ void a2a_prepared_add(void* capsule, uint32_t kind, void* op, void* output, void
   DlTensor out, in;
   if (!describe(output, out) || !describe(input, in)) return;
   const Key key = key_of(kind, op, out, in);
+  if (key.number < 0) return;
   if (prepared.count >= kMost) clear(prepared);
   Call& call = find(prepared, key);
   prepared.count += !call.used;
