@@ -169,20 +169,24 @@ def _all_to_all_single(
     request = algorithm.register(comm, f"{op}|{dtype}", row_bytes, text)
     source, target, finish = _contiguous(out, inp)
     even = not async_op and len(set(in_rows)) == 1 and len(set(out_rows)) == 1 and source.numel() == target.numel()
+    work = None
     if even:
         algorithm.run_even(comm, request, target, source, op)
     else:
         outputs, inputs = list(torch.split(target, out_rows)), list(torch.split(source, in_rows))
         if async_op:
             work = algorithm.submit(comm, request, outputs, inputs, op, [out], finish)
-            return work if out is output and inp is input else work.holding(comm, [out, inp])
-        algorithm.run(comm, request, outputs, inputs, op)
-    finish()
-    if comm.prepared.any_splits or (even and output_splits is None and input_splits is None):
+        else:
+            algorithm.run(comm, request, outputs, inputs, op)
+    if comm.prepared.native or (even and output_splits is None and input_splits is None):
         prepared = algorithm.prepare_even(comm, request, source.numel() * source.element_size())
         if prepared is not None:
             comm.prepared.add("all_to_all", None, out, inp, prepared)
-    return None
+    if work is None:
+        finish()
+    elif not (out is output and inp is input):
+        work = work.holding(comm, [out, inp])
+    return work
 
 
 def _all_to_all_list(

@@ -169,15 +169,18 @@ def _reduction(
     of = ", ".join(filter(None, (dtype, reduces, f"{count} elements")))
     request = algorithm.register(comm, f"{op}|{dtype}|{reduces}|{count}|{algorithm.name}", f"{op}({of})")
     source, target, finish = _memory(kind, comm, out, inp)
+    work = None
     if async_op:
         work = algorithm.submit(comm, asked, request, target, source, reduce_op, [out], finish)
-        return work if out is output and inp is input else work.holding(comm, [out, inp])
-    algorithm.run(comm, asked, request, target, source, reduce_op)
-    finish()
-    ready = algorithm.prepare(comm, asked, request, target)
+        if not (out is output and inp is input):
+            work = work.holding(comm, [out, inp])
+    else:
+        algorithm.run(comm, asked, request, target, source, reduce_op)
+        finish()
+    ready = algorithm.prepare(comm, asked, request, target) if comm.prepared.native or not async_op else None
     if ready is not None:
         comm.prepared.add(kind, _MEMBERS[reduce_op_of(reduce_op)] if reduces else None, out, inp, ready)
-    return None
+    return work
 
 
 def _plan(comm: Communicator, kind: str, dtype: torch.dtype, num_bytes: int, reduces: str) -> Plan:

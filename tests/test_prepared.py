@@ -114,7 +114,7 @@ def shapes_without_elements_or_with_ones(way: str) -> None:
                 assert output.flatten().tolist() == [1.0 + rank for rank in range(comm.world_size)][: output.numel()], (
                     round_
                 )
-        assert len(comm.prepared) == (2 if comm.prepared.any_splits else 4)
+        assert len(comm.prepared) == (2 if comm.prepared.native else 4)
 
 
 def more_shapes_than_are_kept(way: str) -> None:

@@ -74,7 +74,7 @@ class Prepared:
             return a ticket of the library's, or `UNKNOWN`.
     """
 
-    any_splits: ClassVar[bool] = False  # whether an all-to-all of any splits may be added, and serves all others
+    native: ClassVar[bool] = False  # whether asynchronous calls and all-to-alls with splits are known, and may be added
 
     def __init__(self, rank: int) -> None:
         self.all_to_all: Callable[[torch.Tensor, torch.Tensor, Any, Any], int] = self._all_to_all
@@ -162,7 +162,7 @@ def _even(splits: Any) -> bool:
 class _Native(Prepared):
     """The same, in the C library."""
 
-    any_splits: ClassVar[bool] = True
+    native: ClassVar[bool] = True
 
     def __init__(self, native: _Library, rank: int) -> None:
         super().__init__(rank)
