@@ -321,13 +321,15 @@ def _splits(op: str, which: str, splits: Any, rows: int, world_size: int) -> lis
                 f"pass {which}_split_sizes"
             )
         return [rows // world_size] * world_size
-    sizes = [_index(op, which, n) for n in (splits.tolist() if hasattr(splits, "tolist") else splits)]
+    sizes = list(splits.tolist() if hasattr(splits, "tolist") else splits)
+    if set(map(type, sizes)) != {int}:
+        sizes = [_index(op, which, n) for n in sizes]
     if len(sizes) != world_size:
         raise ValueError(
             f"{op}: number of tensor splits not equal to group size: {which}_split_sizes has {len(sizes)} entries, "
             f"the group {world_size} ranks"
         )
-    if any(n < 0 for n in sizes):
+    if min(sizes) < 0:
         raise ValueError(f"{op}: {which}_split_sizes has a negative entry: {sizes}")
     if sum(sizes) != rows:
         raise ValueError(

@@ -201,6 +201,7 @@ def forked_child_owns_nothing(child_does: str) -> None:
     tensor = comm.empty((100,), torch.float32).fill_(rank)
     exchange_once(comm)
     exchange_once()
+    a2a.all_reduce(torch.ones(4), group=comm)
     dist.barrier()
     if rank == 0:
         child = os.fork()
@@ -224,8 +225,15 @@ def in_the_child(comm: Any, tensor: torch.Tensor, does: str) -> int:
             for call in (lambda: exchange_once(comm), lambda: comm.empty((4,), torch.float32)):
                 with soon(2.0), pytest.raises(a2a.A2AError, match="fork"):
                     call()
-            with pytest.raises(a2a.A2AError, match="fork"):
-                a2a.all_to_all_single(torch.empty(2), torch.empty(2), group=comm, async_op=True).wait()
+            assert len(comm.prepared)
+            with soon(2.0), pytest.raises(a2a.A2AError, match="fork"):
+                a2a.all_reduce(torch.ones(4), group=comm)
+            for call in (
+                lambda: a2a.all_to_all_single(torch.empty(2), torch.empty(2), group=comm, async_op=True),
+                lambda: a2a.all_reduce(torch.ones(4), group=comm, async_op=True),
+            ):
+                with pytest.raises(a2a.A2AError, match="fork"):
+                    call().wait()
         elif does == "closes":
             with soon(2.0):
                 comm.close()
