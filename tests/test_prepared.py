@@ -23,6 +23,7 @@ def communicator(way: str) -> a2a.Communicator:
     comm = a2a.communicator(timeout=20)
     if way == "python":
         comm.prepared = prepared.Prepared(comm.rank)
+        comm.transport.on_renewal(comm.prepared.clear)
     else:
         assert type(comm.prepared) is not prepared.Prepared, "this Python and torch have what the native way takes"
     return comm

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ import torch.distributed as dist
 import a2a
 from a2a.kernels import prepared
 from a2a.work import Work
-from deadlines import soon
 from exchange_cases import assert_same_bits
 from pool import World
 from test_prepared import WAYS, communicator
@@ -232,6 +229,40 @@ def in_the_profiler() -> list[str]:
         return [event.key for event in profile.key_averages() if event.key.startswith("a2a::")]
 
 
+class Kind(torch.Tensor):
+    """A kind of its own, whose owner may want to know what is done with it."""
+
+
+def modes_and_kinds(way: str, kind: str) -> None:
+    """Modes of torch change nothing, and tensors of a kind of their own go the long way."""
+    with communicator(way) as comm:
+        call = Call(comm, kind, 48)
+        expected, input = call.tensors()
+        call.make(expected, input)
+        for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+            with mode:
+                for async_op in (False, True):
+                    output, input = call.tensors()
+                    call.make(output, input, async_op=async_op)
+                    assert_same_bits(output, expected)
+                assert call.again(*call.tensors())
+
+        def refuse(*arguments: Any) -> int:
+            raise AssertionError("the short way was asked")
+
+        for name in (kind, f"submit_{kind}"):
+            setattr(comm.prepared, name, refuse)
+        for own in (lambda tensor: tensor.as_subclass(Kind), torch.nn.Parameter):
+            for async_op in (False, True):
+                output, input = call.tensors()
+                same = output is input
+                input = own(input)
+                call.make(input if same else output, input, async_op=async_op)
+                assert_same_bits((input if same else output).detach().as_subclass(torch.Tensor), expected)
+        with pytest.raises(AssertionError, match="was asked"):
+            call.make(*call.tensors())
+
+
 def nothing_is_counted_too_often(way: str, kind: str) -> None:
     with communicator(way) as comm:
         call = Call(comm, kind, 48)
@@ -252,7 +283,9 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("check", [the_same_bits, asynchronous_calls, other_calls, nothing_is_counted_too_often])
+@pytest.mark.parametrize(
+    "check", [the_same_bits, asynchronous_calls, other_calls, modes_and_kinds, nothing_is_counted_too_often]
+)
 def test_a_reduction_made_before(world: World, check: Callable[..., None], way: str, kind: str) -> None:
     world.run(check, way=way, kind=kind)
 
@@ -278,104 +311,3 @@ def test_calls_made_before_have_their_names_in_the_profiler(world: World) -> Non
     names = {"all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"}
     for found in world.run(in_the_profiler):
         assert set(found) == {f"a2a::{name}" for name in names}
-
-
-# ---------------------------------------------------------------- threads
-
-
-def python_runs_meanwhile(kind: str) -> None:
-    """Rank 1 comes when another thread of rank 0 says so, which it can while the first waits for rank 1."""
-    store = dist.distributed_c10d._get_default_store()
-    with a2a.communicator(timeout=10) as comm:
-        call = Call(comm, kind, 48)
-        call.make(*call.tensors())
-        if comm.rank == 0:
-            said = threading.Timer(0.05, store.set, (f"come {kind}", ""))
-            said.start()
-            assert call.again(*call.tensors())
-            said.join()
-        else:
-            store.wait([f"come {kind}"])
-            assert call.again(*call.tensors())
-        store.delete_key(f"come {kind}") if comm.rank == 0 else None
-
-
-def closed_by_another_thread(way: str, kind: str) -> None:
-    """The call ends at once, with an error; and the memory that it was in stays until then."""
-    with communicator(way) as comm:
-        call = Call(comm, kind, 48)
-        call.make(*call.tensors())
-        dist.barrier()
-        if comm.rank == 0:
-            closes = threading.Timer(0.2, comm.close)
-            closes.start()
-            with soon(3.0), pytest.raises(a2a.A2AError, match="closed on rank 0"):
-                call.make(*call.tensors())
-            closes.join()
-            with pytest.raises(a2a.A2AError, match="closed on rank 0"):
-                call.make(*call.tensors())
-        dist.barrier()
-        if comm.rank == 1:
-            with soon(3.0), pytest.raises(a2a.A2AError, match="rank 0"):
-                call.make(*call.tensors())
-
-
-def closed_by_a_signal_handler(way: str) -> None:
-    """It runs inside the call, which it can't wait for: the memory stays, and the call ends after it."""
-    with communicator(way) as comm:
-        call = Call(comm, "all_reduce", 48)
-        call.make(*call.tensors())
-        dist.barrier()
-        if comm.rank == 0:
-            earlier = signal.signal(signal.SIGALRM, lambda *_: comm.close())
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            try:
-                with soon(4.0), pytest.raises(a2a.A2AError, match="closed on rank 0"):
-                    call.make(*call.tensors())
-            finally:
-                signal.signal(signal.SIGALRM, earlier)
-        dist.barrier()
-
-
-def two_threads(way: str) -> None:
-    """Each with a communicator of its own: they interleave in any order, and give the right sums."""
-    comms = [communicator(way), communicator(way)]
-    wrong: list[object] = []
-
-    def reduce_many(comm: a2a.Communicator) -> None:
-        try:
-            for round_ in range(300):
-                tensor = torch.full((round_ % 7 + 1,), float(comm.rank + round_))
-                a2a.all_reduce(tensor, group=comm)
-                expected = sum(rank + round_ for rank in range(comm.world_size))
-                assert tensor.eq(expected).all()
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=reduce_many, args=(comm,)) for comm in comms]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    for comm in comms:
-        comm.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_threads_run_while_a_call_waits(world: World, kind: str) -> None:
-    world.run(python_runs_meanwhile, kind=kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_call_ends_when_another_thread_closes_its_communicator(world: World, kind: str) -> None:
-    world.run(closed_by_another_thread, way="native", kind=kind)
-
-
-def test_a_call_ends_when_a_signal_handler_closes_its_communicator(world: World) -> None:
-    world.run(closed_by_a_signal_handler, way="native")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_threads_with_a_communicator_each(world: World, way: str) -> None:
-    world.run(two_threads, way=way)
