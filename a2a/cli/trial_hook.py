@@ -92,7 +92,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            if (callback := self._callbacks.pop(name, None)) is not None:  # not before: others only ask whether it is there
+            if (
+                callback := self._callbacks.pop(name, None)
+            ) is not None:  # not before: others only ask whether it is there
                 callback(module)
 
         loader.exec_module = exec_module
