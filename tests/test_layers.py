@@ -34,7 +34,8 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 USERS = {"integrations", "cli", "__main__"}  # they use a2a as anybody does, by `import a2a`
 FOR_ALGORITHMS = "a2a.transport.base"  # all that an algorithm may know of a transport
-BUILT_IN = {"a2a.integrations.c10d_backend", "a2a.integrations.patch"}  # `import a2a` loads them: they are part of it
+# `import a2a` loads them: they are part of it.
+BUILT_IN = {f"a2a.integrations.{name}" for name in ("c10d_backend", "c10d_reductions", "patch")}
 # XLA calls the C library itself: they may load it, ask for its time limit, and prepare its launches.
 OWN_HANDLERS = {"a2a.integrations.jax", "a2a.integrations.jax_cuda"}
 ASKED_WHEN_CALLED = {("a2a.comm", "a2a.plan")}  # Communicator.plan(): the planner stands on communicators
