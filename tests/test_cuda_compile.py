@@ -59,7 +59,8 @@ DEFINES = {
     **{f"norm_{part}": NORMS for part in ("flags", "rows")},
     "reduce_multimem": MULTIMEMS,
     "all_to_all_push": [
-        {"WORLD": world, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "TEAMS": 2} for world in (1, 2, 8, 72)
+        {"WORLD": world, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "TEAMS": 2, "RAGGED": ragged}
+        for world, ragged in ((1, 0), (2, 1), (2, 0), (72, 1), (8, 0), (72, 0))
     ],
 }
 

@@ -453,7 +453,10 @@ class CudaVmm(Transport):
             f"taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S.",
             Cause.CLOSED: f"rank {who} has closed this communicator: rank {by} was waiting for it in {asked}.",
             Cause.MISMATCH: difference or f"rank {by} called {asked}, rank {who} something else.",
-            Cause.SPLITS: f"split sizes disagree: what rank {by} in {asked} or rank {who} sends, the other does not expect.",
+            Cause.SPLITS: f"split sizes disagree: what rank {by} in {asked} or rank {who} sends, the other does not expect."
+            if by != who
+            else f"rank {by} passed offsets or sizes to {asked} that lie outside its operand or its output, or that differ "
+            f"for what it sends itself.",
             Cause.OVERFLOW: f"rank {by} received more rows than max_rows in {asked}; raise max_rows, or pass "
             f"overflow='drop'.",
             Cause.REFUSED: f"rank {who} refused its own call while rank {by} was in {asked}; rank {who}'s error says why.",
