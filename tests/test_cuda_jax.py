@@ -151,7 +151,8 @@ def check_failures() -> None:
             with pytest.raises(FAILURES, match=r"did not come within the communicator's timeout .*about rank 1"):
                 jax.block_until_ready(exchange(x))
         dist.barrier()
-    with pytest.raises(FAILURES, match="its communicator is closed"):
+    # Outside of the communicator's block JAX's device by default is another, so that it may trace the call anew.
+    with pytest.raises((*FAILURES, a2a.A2AError), match="communicator is closed"):
         jax.block_until_ready(exchange(x))
 
     with communicator() as comm:  # the context is as good as new
