@@ -51,7 +51,7 @@ class _Launcher:
         chunk_bytes = min(_CHUNK_BYTES, share // 2 // (_BLOCKS * _TEAMS * _SLOTS) // 4096 * 4096)
         defines = {"WORLD": world, "FLAG_BYTES": self.flag_bytes, "CHUNK_BYTES": chunk_bytes, "TEAMS": _TEAMS}
         with torch.cuda.device(place.device):
-            module = cuda.module("all_to_all_push", place.arch, tuple(defines.items()), place.context)
+            module = cuda.module("all_to_all_push", place, defines)
             self.small, self.large = (module.function(f"all_to_all_push_{size}") for size in ("small", "large"))
             assert module.constant("all_to_all_push_staging") <= self.staging.num_bytes
         self.launch = cuda.lib().a2a_cuda_launch

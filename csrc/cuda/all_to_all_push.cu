@@ -145,8 +145,7 @@ struct Exchange {
     return reinterpret_cast<std::uint8_t*>(a.out + a.pairs[p].out);
   }
   __device__ std::uint64_t address(std::uint32_t p) const {  // of the output for p's piece
-    const std::uint64_t offset = reinterpret_cast<std::uint64_t>(out(p)) - (a.place.base + rank * a.place.window);
-    return offset < a.place.window ? offset : kOrdinary;
+    return a.place.offset_of(reinterpret_cast<std::uint64_t>(out(p)), kOrdinary);
   }
   __device__ static bool by_flags(std::uint64_t bytes) { return bytes <= kFlagBytes; }
 
