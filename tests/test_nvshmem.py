@@ -141,6 +141,16 @@ def test_somebody_elses_pes_are_taken_as_they_are(machine: Machine) -> None:
     assert run(machine, 3, program) == [([1, 2, 0], [("init", (r + 1) % 3, 3)]) for r in range(3)]
 
 
+def test_two_jobs_of_somebody_elses_are_told_apart_by_their_numbers(machine: Machine) -> None:
+    def program(rank: Rank) -> None:
+        rank.nvshmem.start(b"one" if rank.rank < 2 else b"two", rank.rank % 2, 2)
+        if rank.rank in (0, 2):
+            with pytest.raises(a2a.UnsupportedError, match="rank 0 is PE 0 of 2, rank 1 is PE 0 of 2"):
+                rank.open(0, 2)
+
+    run(machine, 4, program)
+
+
 def test_another_device_is_refused_on_all_ranks(machine: Machine) -> None:
     def program(rank: Rank) -> str:
         rank.open(0, 1, device=rank.rank)
@@ -256,12 +266,14 @@ def test_a_failing_call_is_named_and_the_heap_is_left_alone(
 ) -> None:
     def program(rank: Rank) -> None:
         transport = rank.open(0, 1)
+        counts = transport.alloc(50, "counts")
         if rank.rank == 1:
             setattr(rank.nvshmem, attribute, value)
         with pytest.raises(a2a.UnsupportedError, match=f"8192 bytes a rank for a buffer: {says}"):
             transport.alloc(100, "a buffer")
         if rank.rank == 1:
             setattr(rank.nvshmem, attribute, type(value)())
+        transport.release(counts)
         before = len(rank.nvshmem.log)
         for make in (lambda: transport.alloc(100, "a buffer"), lambda: rank.open(0, 1)):
             with pytest.raises(

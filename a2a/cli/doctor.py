@@ -245,6 +245,7 @@ def _launchers() -> Iterator[Fact]:
 
 
 def _transports() -> Iterator[Fact]:
+    from a2a.config import config
     from a2a.topology import Topology
     from a2a.transport import candidates, why_not
 
@@ -252,7 +253,7 @@ def _transports() -> Iterator[Fact]:
     for transport in candidates():
         usable = f"can be used, for {transport.device_type} tensors"
         reason = why_not(transport, topology, transport.device_type)
-        if reason and transport.only_by_name:  # it may be asked for: would it come?
+        if transport.only_by_name and config().transport != transport.name:  # would it do?
             reason = f"{reason}; {transport.unavailable(topology, transport.device_type) or f'it {usable}'}"
         yield Fact("off" if reason else "ok", transport.name, reason or usable)
 

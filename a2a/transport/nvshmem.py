@@ -232,7 +232,7 @@ class _Share(Memory):
         if free < needed:
             return (
                 f"{self.device} has {free} bytes free, and NVSHMEM's heap may have to grow by {needed}. Make communicators "
-                f"early, or limit torch (torch.cuda.memory.set_per_process_memory_fraction)"
+                f"early, or have torch give back what it keeps (torch.cuda.empty_cache())"
             )
         return ""
 
@@ -257,6 +257,9 @@ class _Share(Memory):
             raise UnsupportedError(f"nvshmem_ptr: peers' heaps lay at {self._bases} and lie at {tuple(bases)} now")
         self._bases = tuple(bases)
         return -(-(start - base) // _ALIGNMENT) * _ALIGNMENT
+
+    def gone(self) -> list[int]:
+        return [] if self._heap.lost else super().gone()  # or they would be given back, collectively
 
     def drop(self, offsets: Iterable[int]) -> None:
         self._heap.lost = f"NVSHMEM's heap is out of step since memory could not be given back; {_LOST}"
