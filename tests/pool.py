@@ -41,7 +41,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from a2a.config import config
 from pool_rank import STACKS_SIGNAL, Outcome, Task, call, describe_exit, rank_main
 
 PRELOADED = ("torch", "torch.distributed", "numpy", "pytest", "hypothesis", "a2a")
@@ -198,7 +197,7 @@ class Pool:
             ]
             self._discard()
             raise RankError("\n".join(report))
-        if self._world[0] not in (0, size) and config().transport == "nvshmem":
+        if self._world[0] not in (0, size) and os.environ.get("A2A_TRANSPORT") == "nvshmem":
             self._discard()  # a process has one set of PEs for good
         while len(self._ranks) < size:
             self._ranks.append(_Rank(len(self._ranks), self._context, self._folder, self._store.port))
