@@ -1,4 +1,4 @@
-"""NVSHMEM without GPUs: threads are ranks, and heaps are shared memory that each rank maps at addresses of its own.
+"""GPU memory without GPUs: threads are ranks, and NVSHMEM's heaps are shared memory that each maps at addresses of its own.
 
 What NVSHMEM would do to a job that is out of step, hang or worse, is an error here: every collective call meets the other
 PEs', which must have made the same one.
@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 from a2a.comm import store_exchange
-from a2a.transport import cuda_base, cuda_memory, nvshmem
+from a2a.transport import cuda_base, cuda_memory, cuda_vmm, nvshmem
 from a2a.transport.base import Wiring
+from a2a.transport.cuda_base import CudaTransport
+from fake_vmm import FakeDriver
 
 HEAP_BYTES = 64 << 20
 HANG_S = 5.0
@@ -187,19 +189,19 @@ class _Torch:
             synchronize=lambda device=None: None,
             device=lambda device: contextlib.nullcontext(),
             current_device=lambda: 0,
-            get_device_properties=lambda device: SimpleNamespace(major=9, minor=0),
+            get_device_properties=lambda device: SimpleNamespace(major=9, minor=0, total_memory=HEAP_BYTES),
             mem_get_info=lambda device: (self.free_bytes, 1 << 40),
         )
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """Ranks of `run` have NVSHMEM."""
-    for module in (cuda_base, cuda_memory, nvshmem):
+    """Ranks of `run` have a GPU and NVSHMEM."""
+    for module in (cuda_base, cuda_memory, cuda_vmm, nvshmem):
         monkeypatch.setattr(module, "torch", _Torch())
     for name in ("STAGING", "REDUCTION", "NORM"):
         monkeypatch.setattr(cuda_base, f"_{name}_BYTES_A_RANK", 64 << 10)
-    monkeypatch.setattr(cuda_base.cuda, "driver", lambda: SimpleNamespace(cuCtxGetCurrent=lambda: (0, 77)))
+    monkeypatch.setattr(cuda_base.cuda, "driver", lambda: _local.rank.driver)
     monkeypatch.setattr(nvshmem, "library", lambda: _local.rank.nvshmem)
     monkeypatch.setattr(nvshmem, "heap", lambda: _local.rank.heap)
     monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "1")
@@ -217,6 +219,7 @@ class Rank:
 
     def __init__(self, machine: Machine, rank: int, stores: dict[Any, Any]) -> None:
         self.rank, self.nvshmem, self.heap, self._stores = rank, FakeNvshmem(machine), nvshmem._Heap(), stores
+        self.driver = FakeDriver()
         self._serials = collections.Counter[Any]()
 
     def wiring(self, *ranks: int, timeout_s: float = 10.0, device: int = 0) -> Wiring:
@@ -227,10 +230,8 @@ class Rank:
         topology: Any = SimpleNamespace(world_size=len(ranks))
         return Wiring(exchange, me, topology, timeout_s, torch.device("cuda", device))
 
-    def open(self, *ranks: int, **options: Any) -> nvshmem.Nvshmem:
-        opened = nvshmem.Nvshmem.open(self.wiring(*ranks, **options))
-        assert isinstance(opened, nvshmem.Nvshmem)
-        return opened
+    def open(self, *ranks: int, kind: type[CudaTransport] = nvshmem.Nvshmem, **options: Any) -> CudaTransport:
+        return kind.open(self.wiring(*ranks, **options))
 
 
 def run(machine: Machine, world_size: int, program: Callable[[Rank], Any]) -> list[Any]:

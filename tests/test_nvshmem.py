@@ -28,30 +28,18 @@ def bytes_at(address: int, num_bytes: int) -> bytes:
     return ctypes.string_at(address, num_bytes)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_every_rank_reaches_every_others_memory(machine: Machine, ranks: int) -> None:
+def test_heaps_may_lie_anywhere(machine: Machine) -> None:
     def program(rank: Rank) -> Any:
-        transport = rank.open(*range(ranks))
-        place = transport.place
+        transport = rank.open(0, 1, 2)
         buffer = transport.alloc(1000, "a buffer")
-        tensor = transport.tensor(buffer)
-        assert tensor.tolist() == [0] * 1000, "zeroed, though NVSHMEM does not"
-        assert buffer.pointer == tensor.data_ptr() == place.at(rank.rank, buffer.address)
-        assert place.offset_of(tensor.data_ptr()) == buffer.address
-        transport.agree("all there", "")
-        for peer in range(ranks):
-            ctypes.memset(place.at(peer, buffer.address) + rank.rank, 10 * rank.rank + peer + 1, 1)
-        transport.agree("all written", "")
-        assert tensor[:ranks].tolist() == [10 * source + rank.rank + 1 for source in range(ranks)]
-        assert not any(tensor[ranks:])
-        return buffer.address, transport.staging.address, place.bases, place.window
+        assert transport.tensor(buffer).tolist() == [0] * 1000, "zeroed, though NVSHMEM does not"
+        assert list(transport.place.bases) == rank.nvshmem.bases
+        return buffer.address, transport.place.window, transport.place.bases
 
-    answers = run(machine, ranks, program)
-    assert len({answer[:2] for answer in answers}) == 1, "an offset means the same to all"
-    assert all(address % 4096 == 0 for answer in answers for address in answer[:2])
-    assert {answer[3] for answer in answers} == {64 << 20}, "the heap, from its beginning to its end"
-    if ranks > 2:
-        assert len({b - a for _, _, bases, _ in answers for a, b in itertools.pairwise(bases)}) > 1
+    answers = run(machine, 3, program)
+    assert len({answer[:2] for answer in answers}) == 1 and answers[0][0] % 4096 == 0
+    assert answers[0][1] == 64 << 20, "the heap, from its beginning to its end"
+    assert len({b - a for _, _, bases in answers for a, b in itertools.pairwise(bases)}) > 1, "no stride serves"
 
 
 def test_kernels_find_memory_and_control_blocks_in_a_table(machine: Machine) -> None:
@@ -73,23 +61,6 @@ def test_kernels_find_memory_and_control_blocks_in_a_table(machine: Machine) -> 
         return [call for call in rank.nvshmem.log if call[0] == "init"]
 
     assert run(machine, 2, program) == [[("init", 0, 2)], [("init", 1, 2)]]
-
-
-def test_a_peer_that_closes_is_told_to_the_others(machine: Machine) -> None:
-    def program(rank: Rank) -> Any:
-        transport = rank.open(0, 1)
-        control = int((ctypes.c_uint64 * 4).from_address(transport.place.base)[2 * rank.rank + 1])
-        closed = [bytes_at(control + 16 + 8 * peer, 8) for peer in range(2)]
-        transport.agree("before", "")
-        if rank.rank == 1:
-            transport.close()
-            transport.close()
-            transport.free()
-        rank.open(0, 1)
-        return closed, [bytes_at(control + 16 + 8 * peer, 8) for peer in range(2)]
-
-    none, one = b"\0" * 8, b"\1" * 8
-    assert run(machine, 2, program)[0] == ([none] * 2, [none, one])
 
 
 # ---------------------------------------------------------------- who may
@@ -220,16 +191,6 @@ def test_a_tensor_keeps_its_memory_until_it_is_gone_on_all_ranks(machine: Machin
     assert run(machine, 2, program) == [(1, 3)] * 2  # the staging; then the tensor's and the control block
 
 
-def test_released_memory_is_used_again(machine: Machine) -> None:
-    def program(rank: Rank) -> None:
-        transport = rank.open(0, 1)
-        first = transport.alloc(100_000, "counts")
-        transport.release(first)
-        assert transport.alloc(100_000, "more").address == first.address
-
-    run(machine, 2, program)
-
-
 # ---------------------------------------------------------------- failures
 
 
@@ -320,17 +281,6 @@ def test_a_start_that_fails_is_told_on_all_ranks(machine: Machine, attribute: st
             rank.open(0, 1)
         with pytest.raises(a2a.UnsupportedError, match="NVSHMEM did not start"):
             rank.open(0, 1)
-
-    run(machine, 2, program)
-
-
-def test_ranks_that_ask_for_different_memory_are_told_before_it_is_made(machine: Machine) -> None:
-    def program(rank: Rank) -> None:
-        transport = rank.open(0, 1)
-        before = len(rank.nvshmem.log)
-        with pytest.raises(a2a.MismatchError, match="Symmetric memory is made by all ranks alike"):
-            transport.alloc(100 + rank.rank, f"comm.empty({100 + rank.rank})")
-        assert len(rank.nvshmem.log) == before
 
     run(machine, 2, program)
 
