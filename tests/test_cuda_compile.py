@@ -78,6 +78,8 @@ def test_every_kernel_is_in_the_list() -> None:
 def test_a_kernel_compiles(kernel: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A2A_CACHE_DIR", str(tmp_path))
     for defines in DEFINES[kernel][:: 1 if arch == "sm_90" else 3]:
+        if arch == "sm_103":  # sm_100's twin: here for memory that another library has mapped
+            defines = {**defines, "PEER_TABLE": 1}
         cubin = cuda.compile_cubin(kernel, arch, defines)
         assert cubin.startswith(b"\x7fELF")
         assert b"\0" + kernel.encode() in cubin

@@ -87,7 +87,7 @@ class Launcher:
     def _functions(self, **more: int) -> tuple[int, int]:
         place, defines = self.place, {**self._defines, **more}
         with torch.cuda.device(place.device):
-            module = cuda.module("all_to_all_push", place.arch, tuple(defines.items()), place.context)
+            module = cuda.module("all_to_all_push", place, defines)
             assert module.constant("all_to_all_push_staging") <= self.staging.num_bytes
             return module.function("all_to_all_push_small"), module.function("all_to_all_push_large")
 

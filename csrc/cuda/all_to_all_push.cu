@@ -189,8 +189,7 @@ struct Exchange {
   __device__ std::uint8_t* out(std::uint32_t p) const { return reinterpret_cast<std::uint8_t*>(a.out + pair(p).out); }
   __device__ std::uint64_t address(std::uint32_t p) const {  // of the output for p's piece
     if (kRagged) return kOrdinary;
-    const std::uint64_t offset = reinterpret_cast<std::uint64_t>(out(p)) - (a.place.base + rank * a.place.window);
-    return offset < a.place.window ? offset : kOrdinary;
+    return a.place.offset_of(reinterpret_cast<std::uint64_t>(out(p)), kOrdinary);
   }
   __device__ std::uint64_t output(std::uint32_t p) const { return kRagged ? kOrdinary : outputs[p]; }  // at p, for mine
   __device__ static bool by_flags(std::uint64_t bytes) { return bytes <= kFlagBytes; }
