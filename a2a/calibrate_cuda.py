@@ -88,14 +88,15 @@ def _primitives(comm: Communicator, size: int) -> dict[str, Callable[[], object]
     piece = size // peers // 64 * 64
     source, output = (torch.empty(size, dtype=torch.uint8, device=comm.device) for _ in range(2))
     shared = comm.empty(piece * comm.world_size, dtype=torch.uint8)
-    window = comm.require_transport("a2a topo --measure").place.window
+    place = comm.require_transport("a2a topo --measure").place
+    offset = place.offset_of(shared.data_ptr())
     driver = cuda.driver()
 
     def engine() -> None:
         stream = torch.cuda.current_stream(comm.device).cuda_stream
         for i in range(1, comm.world_size):
             peer = (comm.rank + i) % comm.world_size
-            to = shared.data_ptr() + (peer - comm.rank) * window + comm.rank * piece
+            to = place.at(peer, offset) + comm.rank * piece
             error = int(driver.cuMemcpyDtoDAsync(to, source.data_ptr() + (i - 1) * piece, piece, stream)[0])
             cuda.check(error, "cuMemcpyDtoDAsync")
 

@@ -33,7 +33,7 @@ from a2a.errors import A2AError, PeerTimeoutError, UnsupportedError
 from a2a.kernels import cpu
 from a2a.kernels.prepared import prepared
 from a2a.topology import Topology, resolve
-from a2a.transport import candidates
+from a2a.transport import candidates, why_not
 from a2a.transport.base import Exchange, Transport, Wiring
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Communicator:
 
     def why_not(self, transport: type[Transport], topology: Topology) -> str | None:
         """Why this transport can't serve `topology`, which may be that of one of its domains, or None."""
-        return transport.unavailable(topology, self.device_type)
+        return why_not(transport, topology, self.device_type)
 
     def broken(self) -> None:
         """An operation across domains has failed: `ok` tells it."""

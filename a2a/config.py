@@ -18,6 +18,7 @@ class Config:
     topology: str | None = None
     timeout_s: float | None = None
     algorithm: str | None = None
+    transport: str | None = None
     spin_us: float | None = None
     staging_kb: int | None = None
     cache_dir: str | None = None
@@ -40,6 +41,7 @@ _MEANING = {
     "A2A_TOPOLOGY": "topology to use instead of the detected one: a JSON file or a preset such as cpu:2x2",
     "A2A_TIMEOUT_S": "seconds that a rank waits for a peer (default: the process group's own timeout)",
     "A2A_ALGORITHM": "algorithms to use instead of the planner's choice: op=name,op=name",
+    "A2A_TRANSPORT": "transport to use for its kind of device instead of the first that works: cpu_shm, cuda_vmm, nvshmem",
     "A2A_SPIN_US": "microseconds that a CPU rank spins before it yields (default: 30 with a core a rank, else 0)",
     "A2A_STAGING_KB": "KiB of staging between each pair of CPU ranks (default: 1024, less with many ranks)",
     "A2A_SOFTWARE_SWITCH": "1: in-switch reductions that A2A_ALGORITHM names (op=multimem) loop over memory; for tests",
@@ -82,6 +84,7 @@ def config(env: Mapping[str, str] | None = None) -> Config:
         topology=env.get("A2A_TOPOLOGY") or None,
         timeout_s=number("A2A_TIMEOUT_S", 0.001),
         algorithm=env.get("A2A_ALGORITHM") or None,
+        transport=env.get("A2A_TRANSPORT") or None,
         spin_us=number("A2A_SPIN_US", 0),
         staging_kb=None if staging_kb is None else int(staging_kb),
         cache_dir=env.get("A2A_CACHE_DIR") or None,
@@ -117,6 +120,22 @@ def launch(env: Mapping[str, str] | None = None) -> Launch:
 def use_network_interface(name: str) -> None:
     """Have gloo and NCCL connect over this interface in this process; for ranks that are started on a made-up host."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+def prepare_nvshmem() -> None:
+    """What NVSHMEM shall know before it starts in this process, where the user has said nothing.
+
+    a2a takes addresses of peers' memory from it and nothing else: no multicast object, which it would make for each team,
+    and no network.
+    """
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+    os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+
+
+def nvshmem_heap_grows(env: Mapping[str, str] | None = None) -> bool:
+    """Whether NVSHMEM takes memory from the GPU as it is asked for some, not all at its start."""
+    env = os.environ if env is None else env
+    return env.get("NVSHMEM_DISABLE_CUDA_VMM", "0").lower() in ("", "0", "n", "no", "false", "f", "off")
 
 
 def multicast_variables(env: Mapping[str, str] | None = None) -> list[tuple[str, str, bool]]:

@@ -197,6 +197,8 @@ class Pool:
             ]
             self._discard()
             raise RankError("\n".join(report))
+        if self._world[0] not in (0, size) and os.environ.get("A2A_TRANSPORT") == "nvshmem":
+            self._discard()  # a process has one set of PEs for good
         while len(self._ranks) < size:
             self._ranks.append(_Rank(len(self._ranks), self._context, self._folder, self._store.port))
         if self._world[0] != size:

@@ -17,6 +17,10 @@ KERNEL = Kernel(
 )
 
 
+# The same kernel, of whose call only lists on the GPU know.
+RAGGED = Kernel("all_to_all_ragged", {**KERNEL.defines, "RAGGED": 1}, KERNEL.small, "all_to_all_ragged")
+
+
 def mutant(name: str, argument: str, old: str, new: str, *scenarios: str, file: str = SOURCE) -> Mutant:
     return Mutant(name, argument, Replacement(file, old, new), scenarios)
 
@@ -67,7 +71,7 @@ MUTANTS = (
     mutant("wait_for_whole_ring", "PROGRESS", "n + 1 - kSlots", "n + 1", "staged"),
     # a failure ends the call everywhere, names who is to blame, and harms nothing else
     mutant("stored_after_mismatch", "FAILURE", STOP + BARRIER + "    if (stop[team]) return;\n", STOP + BARRIER, "splits"),
-    mutant("expected_unchecked", "FAILURE", " || expected != a.pairs[p].send_bytes", "", "splits"),
+    mutant("expected_unchecked", "FAILURE", " || expected != pair(p).send_bytes", "", "splits"),
     mutant("peers_are_not_told", "FAILURE", TELL, "        (void)r;\n", "splits", file="signal.cuh"),
     mutant("waiting_is_blamed", "FAILURE", "blame(peer)", "peer", "absent", file="signal.cuh"),
     mutant("host_is_not_told", "FAILURE", "    ptx::store_relaxed_sys(place.host, record);\n", "", "absent",
@@ -79,3 +83,13 @@ MUTANTS = (
     mutant("no_last_look", "FAILURE", "    if (last_look)\n", LAST_LOOK + "    if (last_look)\n", "leaving",
            file="signal.cuh"),
 )  # fmt: skip
+
+AWAITED = "    if (wait.broken) lost[1] = 1;\n"
+MADE = "    if (!make_pair(a, p, pairs[p])) lost[0] = 1;\n"
+SYNC = "    __syncthreads();\n"
+RAGGED_MUTANTS = (
+    mutant("places_before_all_have_waited", "VISIBLE", AWAITED + SYNC, AWAITED, "packets"),
+    mutant("pairs_before_they_are_made", "VISIBLE", MADE + SYNC[2:], MADE, "packets"),
+    mutant("end_unchecked", "FAILURE", "!lies_within(at, rows, a.out_rows)", "false", "behind_the_end"),
+    mutant("own_rows_unchecked", "FAILURE", "!lies_within(from, send, a.in_rows) || ", "", "outside"),
+)

@@ -23,6 +23,7 @@ import torch
 
 from a2a.kernels import cuda
 from a2a.transport.base import SymmetricBuffer
+from a2a.transport.cuda_memory import Place
 
 CONTROL_BYTES, OK_AT, CLOSED_AT, EPOCHS_AT = 128 << 10, 8, 16, 16 + 8 * 1024
 HOST_BYTES = 4096  # of a rank's own memory: words that its host reads
@@ -122,9 +123,11 @@ class Rank:
         self._requests: list[tuple[str, str]] = []
         self._events = 0
         self._kept: list[torch.Tensor] = []
-        self.place = SimpleNamespace(
-            base=machine.base, window=machine.window, host=self._host_words, context=0, device=self.device, arch="cpu"
-        )
+        bases = tuple(machine.base + r * machine.window for r in range(world_size))
+        self.place = Place(
+            base=machine.base, window=machine.window, host=self._host_words, context=0, device=self.device, arch="cpu",
+            rank=rank, bases=bases,
+        )  # fmt: skip
         self.word(OK_AT, c_uint32).value = 1
         for i in range(32):
             self.word(EPOCHS_AT + 4 * i, c_uint32).value = machine.calls
@@ -396,9 +399,10 @@ class FakeCuda:
     def event(self) -> int:
         return int(_local.rank.event())
 
-    def module(self, name: str, arch: str, defines: tuple[tuple[str, int], ...], context: int) -> Any:
-        return self.modules([name], arch, defines, context)[0]
+    def module(self, name: str, target: cuda.Target, defines: Mapping[str, int]) -> Any:
+        return self.modules([name], target, defines)[0]
 
-    def modules(self, names: list[str], arch: str, defines: tuple[tuple[str, int], ...], context: int) -> list[Any]:
-        assert dict(defines) == self._defines, f"the library was compiled with {self._defines}; asked for {defines}"
+    def modules(self, names: list[str], target: cuda.Target, defines: Mapping[str, int]) -> list[Any]:
+        asked = {**defines, **dict(target.defines)}
+        assert asked == self._defines, f"the library was compiled with {self._defines}; asked for {asked}"
         return [FakeModule(_local.rank.machine.library) for _ in names]

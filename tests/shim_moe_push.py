@@ -88,7 +88,7 @@ class _Asks:
     def __init__(self) -> None:
         self.defines: dict[str, int] = {}
 
-    def modules(self, names: list[str], arch: str, defines: tuple[tuple[str, int], ...], context: int) -> None:
+    def modules(self, names: list[str], target: Any, defines: dict[str, int]) -> None:
         assert tuple(names) == SOURCES
         self.defines = dict(defines)
         raise _AskedError

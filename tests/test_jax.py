@@ -17,7 +17,17 @@ from jax.sharding import AxisType, PartitionSpec  # noqa: E402
 
 import a2a  # noqa: E402
 from a2a.integrations import jax as a2a_jax  # noqa: E402
-from a2a.integrations import jax_moe  # noqa: E402
+from jax_cases import (  # noqa: E402
+    TOKENS,
+    exchanges,
+    loss_and_gradients,
+    moe,
+    moe_inputs,
+    moe_layer,
+    moe_reference,
+    numbers,
+    ragged_exchanges,
+)
 
 jax.config.update("jax_num_cpu_devices", 4)
 WORLD = 4
@@ -29,10 +39,6 @@ def on_devices(f: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     """`f` of each device's share of its arguments, compiled."""
     mesh = jax.make_mesh((WORLD,), ("x",), axis_types=(AxisType.Auto,))
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=AXES, out_specs=AXES, **kwargs))
-
-
-def numbers(*shape: int, dtype: Any = jnp.float32) -> Any:
-    return jnp.asarray(np.random.default_rng(0).integers(-100, 100, shape)).astype(dtype)
 
 
 CASES = [("float32", *case) for case in [(0, 0, True), (1, 0, True), (0, 2, True), (1, 2, False), (1, 1, True)]]
@@ -180,35 +186,8 @@ def test_shapes_that_do_not_fit_are_told_when_traced() -> None:
 
 def check_processes() -> None:
     with a2a.communicator(timeout=20.0) as comm:
-        rank, world = comm.rank, comm.world_size
-        everyone = [np.arange(world * 6, dtype=np.float32).reshape(-1, 3) + 100 * r for r in range(world)]
-        pieces = [np.split(x, world)[rank] for x in everyone]
-        exchange = jax.jit(lambda x: a2a_jax.all_to_all(x, comm, 0, 1, tiled=True))
-        for _ in range(20):
-            np.testing.assert_array_equal(exchange(everyone[rank]), np.concatenate(pieces, 1))
-        weights = [np.arange(2 * world * 3, dtype=np.float32).reshape(2, -1) * (r + 1) for r in range(world)]
-        got = jax.jit(jax.grad(lambda x, w: (exchange(x) * w).sum()))(everyone[rank], weights[rank])
-        np.testing.assert_array_equal(got, np.concatenate([np.split(w, world, 1)[rank] for w in weights]))
-
-        send = np.asarray([[(p + 2 * r) % 4 for p in range(world)] for r in range(world)], np.int32)
-        starts, there = np.cumsum(send, 1) - send, np.cumsum(send, 0) - send
-        rows = [np.arange(8 * 5, dtype=np.float32).reshape(8, 5) + 1000 * r for r in range(world)]
-        lists = starts[rank], send[rank], there[rank], send[:, rank]
-
-        @jax.jit
-        def step(x: Any, *lists: Any) -> Any:
-            return a2a_jax.ragged_all_to_all(x, jnp.zeros((9, 5)), *lists, axis_name=comm)
-
-        expected = np.zeros((9, 5), np.float32)
-        for p in range(world):
-            a, b, n = starts[p, rank], there[p, rank], send[p, rank]
-            expected[b : b + n] = rows[p][a : a + n]
-        np.testing.assert_array_equal(step(rows[rank], *lists), expected)
-        got = jax.jit(jax.grad(lambda x, f, *lists: (step(x, *lists) * f).sum()))(rows[rank], rank + 1.0, *lists)
-        factor = np.zeros((8, 1), np.float32)
-        for p in range(world):
-            factor[starts[rank, p] : starts[rank, p] + send[rank, p]] = p + 1
-        np.testing.assert_array_equal(got, np.broadcast_to(factor, (8, 5)))
+        exchanges(comm, 3)
+        ragged_exchanges(comm, 5)
 
 
 @pytest.mark.ranks(2, 3)
@@ -248,37 +227,6 @@ def test_a_missing_process_is_named_and_wrong_sizes_are_told(world: Any) -> None
 
 # ---------------------------------------------------------------- Mixture of Experts
 
-TOKENS, EXPERTS, TOP_K = 6, 8, 3
-
-
-def moe(x: Any, ids: Any, weights: Any, factors: Any, axis: Any, max_rows: int | None = None) -> Any:
-    """A layer whose expert e multiplies by factors[e]."""
-    rows, sizes, routing = jax_moe.dispatch(x, ids, num_experts=EXPERTS, axis_name=axis, max_rows=max_rows)
-    rows = rows * jnp.repeat(factors, sizes, axis=0, total_repeat_length=len(rows))
-    return jax_moe.combine(rows, weights, routing, axis_name=axis)
-
-
-def moe_reference(x: Any, ids: Any, weights: Any, factors: Any) -> Any:
-    rows = x[:, None] * factors[jnp.maximum(ids, 0)]
-    return (jnp.where(ids < 0, 0, weights)[..., None] * rows).sum(1)
-
-
-def moe_inputs(ranks: int) -> tuple[Any, ...]:
-    random = np.random.default_rng(1)
-    ids = np.argsort(random.random((ranks * TOKENS, EXPERTS)))[:, :TOP_K].astype(np.int32)
-    ids[::3, 1], ids[TOKENS : 2 * TOKENS] = -1, -1  # rank 1 sends nothing
-    x, weights, factors = numbers(ranks * TOKENS, 4), numbers(ranks * TOKENS, TOP_K), numbers(EXPERTS, 4)
-    return x, jnp.asarray(ids), weights, factors
-
-
-def loss_and_gradients(layer: Any, x: Any, ids: Any, weights: Any, factors: Any, scale: Any) -> Any:
-    def loss(x: Any, weights: Any, factors: Any, ids: Any, scale: Any) -> Any:
-        y = layer(x, ids, weights, factors)
-        return (y * scale).sum(), y
-
-    (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(x, weights, factors, ids, scale)
-    return [np.asarray(a) for a in (y, *gradients)]
-
 
 def test_dispatch_and_combine_are_the_layer_of_one_device() -> None:
     inputs = moe_inputs(WORLD)
@@ -295,14 +243,7 @@ def test_more_rows_than_there_is_room_for_are_told() -> None:
 
 def check_moe() -> None:
     with a2a.communicator(timeout=20.0) as comm:
-        rank, world = comm.rank, comm.world_size
-        inputs = moe_inputs(world)
-        scale = numbers(world * TOKENS, 4) % 3
-        mine = [np.split(np.asarray(a), world)[rank] for a in (*inputs, scale)]
-        got = loss_and_gradients(functools.partial(moe, axis=comm), *mine)
-        expected = [np.split(a, world)[rank] for a in loss_and_gradients(moe_reference, *inputs, scale)]
-        for one, other in zip(got, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        moe_layer(comm)
 
 
 def test_dispatch_and_combine_between_processes(world: Any) -> None:

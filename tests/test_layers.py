@@ -34,8 +34,10 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 USERS = {"integrations", "cli", "__main__"}  # they use a2a as anybody does, by `import a2a`
 FOR_ALGORITHMS = "a2a.transport.base"  # all that an algorithm may know of a transport
-BUILT_IN = {"a2a.integrations.c10d_backend", "a2a.integrations.patch"}  # `import a2a` loads them: they are part of it
-OWN_HANDLERS = {"a2a.integrations.jax"}  # XLA calls the C library itself: it may load it, and ask for its time limit
+# `import a2a` loads them: they are part of it.
+BUILT_IN = {f"a2a.integrations.{name}" for name in ("c10d_backend", "c10d_reductions", "patch")}
+# XLA calls the C library itself: they may load it, ask for its time limit, and prepare its launches.
+OWN_HANDLERS = {"a2a.integrations.jax", "a2a.integrations.jax_cuda"}
 ASKED_WHEN_CALLED = {("a2a.comm", "a2a.plan")}  # Communicator.plan(): the planner stands on communicators
 WITHOUT_TORCH = {"errors", "config", "topology"}
 MOST_PUBLIC_NAMES = 30
@@ -164,7 +166,7 @@ def integrations_use_public_names(root: Path) -> Complaints:
         for file, tree in python_files(root)
         if layer_of(module_of(file)) == "integrations" and module_of(file) not in BUILT_IN
         for line, module, name in imports(root, file, tree)
-        if not (module_of(file) in OWN_HANDLERS and layer_of(module) in {"kernels", "config"})
+        if not (module_of(file) in OWN_HANDLERS and layer_of(module) in {"kernels", "config", "algorithms"})
         if layer_of(module) != "integrations" and not (module == "a2a" and not name) and name not in public
     ]
 

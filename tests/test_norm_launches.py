@@ -63,8 +63,8 @@ class Launches:
     def lib(self) -> Any:
         return SimpleNamespace(a2a_cuda_launch=self.launch)
 
-    def module(self, name: str, arch: str, defines: tuple[Any, ...], context: int) -> FakeModule:
-        assert {"WORLD", "HIDDEN", "DTYPE", "PACKET_BYTES", "ROW_BYTES"} <= set(dict(defines))
+    def module(self, name: str, target: Any, defines: dict[str, int]) -> FakeModule:
+        assert {"WORLD", "HIDDEN", "DTYPE", "PACKET_BYTES", "ROW_BYTES"} <= set(defines)
         return FakeModule(name)
 
     def launch(self, address: int, stream: int, out: int, residual_out: int) -> int:

@@ -184,6 +184,7 @@ def test_a_module_is_called_back_once_it_has_been_imported(monkeypatch: pytest.M
     finder = AfterImport({"late_module": seen.append})
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     assert importlib.util.find_spec("no_such_module_at_all") is None
+    assert importlib.util.find_spec("late_module") is not None  # somebody asks, and does not import
     import late_module
 
     assert [module.ready for module in seen] == [True]

@@ -52,7 +52,7 @@ class _Sequence:
             (*range(1, world), 0)
         ):  # peers in turn, so that not all store to one; the own piece last
             peer = (rank + step) % world
-            to = place.base + peer * place.window + offset + rank * each
+            to = place.at(peer, offset) + rank * each
             self.pieces.append((len(steps), peer * each))
             steps.append(cuda.Step(cuda.Step.COPY, number % 3, to, 0, 0, _words(0, each)))
         for side in (1, 2):
@@ -83,8 +83,7 @@ class _Launcher:
         self.done = transport.shared("all_to_all_copy", 4 * comm.world_size)
         self.lib = cuda.lib()
         with torch.cuda.device(self.place.device):
-            defines = (("WORLD", comm.world_size),)
-            self._module = cuda.module("all_to_all_copy", self.place.arch, defines, self.place.context)
+            self._module = cuda.module("all_to_all_copy", self.place, {"WORLD": comm.world_size})
         self.events = [cuda.event() for _ in range(3)]
         self.aside = Aside(self.place.device)
         weakref.finalize(self, _free, self.lib, list(self.events))
@@ -103,7 +102,7 @@ class _Launcher:
         Raises:
             ValueError: it does not.
         """
-        offset = output - self.place.base - self.rank * self.place.window
+        offset: int = self.place.offset_of(output)
         if num_bytes and not 0 <= offset <= self.place.window - num_bytes:
             raise ValueError(
                 "all_to_all=copy: output is not of Communicator.empty, so no peer's copy engine can store to it; pass "

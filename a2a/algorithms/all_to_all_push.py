@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import Structure, c_uint32, c_uint64
+from ctypes import Structure, c_int64, c_uint32, c_uint64
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,11 +34,26 @@ _COPIERS = 16  # blocks that copy a large own piece beside the others
 _get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None: this torch has no CUDA
 
 
+class _Ragged(Structure):
+    """`Params` of the kernel's ragged kind: without pairs, which it makes from four lists on the device."""
+
+    _fields_ = (
+        *((name, c_uint64) for name in ("output", "input", "input_offsets", "send", "output_offsets", "recv")),
+        ("place", cuda_params.Place),
+        ("staging", c_uint64),
+        ("digest", c_uint32),
+        ("copiers", c_uint32),
+        ("row_bytes", c_uint64),
+        ("in_rows", c_int64),
+        ("out_rows", c_int64),
+    )
+
+
 class _Pair(Structure):
     _fields_ = (("input", c_uint64), ("output", c_uint64), ("send_bytes", c_uint64), ("recv_bytes", c_uint64))
 
 
-class _Launcher:
+class Launcher:
     """The kernel and its staging on one communicator."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -49,11 +64,9 @@ class _Launcher:
         share = self.staging.num_bytes // world
         self.flag_bytes = min(_FLAG_BYTES, share // 8 // _UNIT * _UNIT)
         chunk_bytes = min(_CHUNK_BYTES, share // 2 // (_BLOCKS * _TEAMS * _SLOTS) // 4096 * 4096)
-        defines = {"WORLD": world, "FLAG_BYTES": self.flag_bytes, "CHUNK_BYTES": chunk_bytes, "TEAMS": _TEAMS}
-        with torch.cuda.device(place.device):
-            module = cuda.module("all_to_all_push", place.arch, tuple(defines.items()), place.context)
-            self.small, self.large = (module.function(f"all_to_all_push_{size}") for size in ("small", "large"))
-            assert module.constant("all_to_all_push_staging") <= self.staging.num_bytes
+        self._defines = {"WORLD": world, "FLAG_BYTES": self.flag_bytes, "CHUNK_BYTES": chunk_bytes, "TEAMS": _TEAMS}
+        self.small, self.large = self._functions()
+        self._ragged: tuple[int, int] | None = None
         self.launch = cuda.lib().a2a_cuda_launch
         self.aside: Aside | None = None
 
@@ -71,11 +84,27 @@ class _Launcher:
         self._params = Params
         self._timeout_ns = int(comm.timeout_s * 1e9)
 
+    def _functions(self, **more: int) -> tuple[int, int]:
+        place, defines = self.place, {**self._defines, **more}
+        with torch.cuda.device(place.device):
+            module = cuda.module("all_to_all_push", place, defines)
+            assert module.constant("all_to_all_push_staging") <= self.staging.num_bytes
+            return module.function("all_to_all_push_small"), module.function("all_to_all_push_large")
+
+    def _where(self, request: int) -> cuda_params.Place:
+        place = self.place
+        return cuda_params.Place(place.base, place.window, place.host, self._timeout_ns, self.rank, request & 0xFFFF)
+
+    def _call(self, function: int, params: Structure, blocks: int, threads: int) -> cuda.Call:
+        return cuda.Call(
+            function=function, context=self.place.context, failure=self.place.host, params=ctypes.addressof(params),
+            params_bytes=ctypes.sizeof(params), grid=blocks, block=threads,
+        )  # fmt: skip
+
     def prepare(self, request: int, pairs: list[tuple[int, int, int, int]], digest: int | None = None) -> _Prepared:
         """A launch of pairs (input, output, send bytes, receive bytes), offsets from what the call will name."""
-        place, rank = self.place, self.rank
+        rank = self.rank
         digest = self.transport.digest(request) if digest is None else digest
-        where = cuda_params.Place(place.base, place.window, place.host, self._timeout_ns, rank, request & 0xFFFF)
         largest = max((max(s, r) for p, (_, _, s, r) in enumerate(pairs) if p != rank), default=0)
         own = pairs[rank][2]
         function, copiers, threads = self.large, 0, _THREADS[1]
@@ -88,20 +117,40 @@ class _Launcher:
         else:
             blocks = min(_BLOCKS, -(-largest // (_CHANNEL_BYTES * _TEAMS)))
             copiers = _COPIERS if own > self.flag_bytes else 0
-        params = self._params(0, 0, where, self.staging.address, digest, copiers, tuple(_Pair(*pair) for pair in pairs))
-        call = cuda.Call(
-            function=function, context=place.context, failure=place.host, params=ctypes.addressof(params),
-            params_bytes=ctypes.sizeof(params), grid=blocks + copiers, block=threads,
-        )  # fmt: skip
+        params = self._params(
+            0, 0, self._where(request), self.staging.address, digest, copiers, tuple(_Pair(*pair) for pair in pairs)
+        )
+        call = self._call(function, params, blocks + copiers, threads)
         return _Prepared(self, call, params, sum(s for _, _, s, _ in pairs))
+
+    def prepare_ragged(self, request: int, in_rows: int, out_rows: int, row_bytes: int) -> tuple[cuda.Call, Structure]:
+        """A launch that learns from lists on the device which rows go where; with its parameters, which must live as long.
+
+        Sizes aren't known here: the grid suits the most that a rank could send or receive.
+        """
+        if self._ragged is None:
+            self._ragged = self._functions(RAGGED=1)
+        (small, large), most = self._ragged, max(in_rows, out_rows) * row_bytes
+        if most <= self.flag_bytes:
+            function, copiers = small, 0
+            needed = max(1, -(-most // _UNIT))
+            threads = min(_THREADS[0], max(128, -(-needed // _BLOCKS // 32) * 32))
+            blocks = min(_BLOCKS, -(-needed // threads))
+        else:
+            function, copiers, threads, blocks = large, _COPIERS, _THREADS[1], _BLOCKS
+        params = _Ragged(
+            place=self._where(request), staging=self.staging.address, digest=self.transport.digest(request),
+            copiers=copiers, row_bytes=row_bytes, in_rows=in_rows, out_rows=out_rows,
+        )  # fmt: skip
+        return self._call(function, params, blocks + copiers, threads), params
 
 
 class _Prepared:
     """A launch whose tensors may change from call to call. `call(address, output, input)` makes it; 0: it is on its way."""
 
-    def __init__(self, launcher: _Launcher, call: cuda.Call, params: Structure, num_bytes: int) -> None:
+    def __init__(self, launcher: Launcher, call: cuda.Call, params: Structure, num_bytes: int) -> None:
         self._launcher, self._call, self._params = launcher, call, params
-        self.address = ctypes.addressof(call)
+        self.address = ctypes.addressof(call)  # of a `cuda.Call`
         self.device: int = launcher.place.device.index
         self.num_bytes = num_bytes
 
@@ -121,9 +170,9 @@ class AllToAllPush(AllToAll):
     device_type: ClassVar[str] = "cuda"
 
     def __init__(self) -> None:
-        self._launchers: weakref.WeakKeyDictionary[Communicator, _Launcher] = weakref.WeakKeyDictionary()
+        self._launchers: weakref.WeakKeyDictionary[Communicator, Launcher] = weakref.WeakKeyDictionary()
 
-    def _launcher(self, comm: Communicator) -> _Launcher:
+    def _launcher(self, comm: Communicator) -> Launcher:
         launcher = self._launchers.get(comm)
         if launcher is None:
             if torch.cuda.is_current_stream_capturing():
@@ -131,7 +180,7 @@ class AllToAllPush(AllToAll):
                     "all_to_all: the first call on a communicator loads its kernels, which a CUDA graph can't capture; make "
                     "one call before the capture, on all ranks"
                 )
-            launcher = self._launchers[comm] = _Launcher(comm)
+            launcher = self._launchers[comm] = Launcher(comm)
         return launcher
 
     def unsupported(self, request: Request, comm: Communicator) -> str | None:

@@ -147,7 +147,7 @@ class CudaReduction(Reduction):
         }  # fmt: skip
         place = transport.place
         with torch.cuda.device(place.device):
-            module = cuda.module(self.kernel, place.arch, tuple(defines.items()), place.context)
+            module = cuda.module(self.kernel, place, defines)
             assert module.constant("reduce_staging") <= transport.reduction_staging.num_bytes
             function = functions[dtype, reduce_op] = module.function(self.kernel)
         return function

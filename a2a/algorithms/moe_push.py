@@ -218,7 +218,7 @@ class PushExchange(MoeExchange):
             finishers = max(1, finishers - g.summers)
         self._calls: dict[str, tuple[cuda.Call, Any]] = {}
         with torch.cuda.device(place.device):
-            parts = cuda.modules([f"moe_push_{p}" for p in _PARTS], place.arch, tuple(defines.items()), place.context)
+            parts = cuda.modules([f"moe_push_{p}" for p in _PARTS], place, defines)
             modules = dict(zip(_PARTS, parts, strict=True))
         quantised = ["_quantised"] if spec.wire else []
         for suffix in ["", "_gradient", *quantised]:

@@ -101,7 +101,7 @@ class MultimemReduction(CudaReduction):
             }  # fmt: skip
             place = comm.require_transport(self.op).place
             with torch.cuda.device(place.device):
-                module = cuda.module(self.kernel, place.arch, tuple(defines.items()), place.context)
+                module = cuda.module(self.kernel, place, defines)
                 assert module.constant("reduce_multimem_words") <= _word_bytes(comm.world_size)
                 functions[dtype, reduce_op] = module.function(self.kernel)
         return functions[dtype, reduce_op]

@@ -97,7 +97,7 @@ class _Kernels:
         self.launch = cuda.lib().a2a_cuda_launch
 
     def _load(self, name: str, defines: dict[str, int]) -> None:
-        module = cuda.module(name, self.place.arch, tuple(defines.items()), self.place.context)
+        module = cuda.module(name, self.place, defines)
         assert module.constant("norm_staging") <= self.staging.num_bytes
         self.functions[name] = module.function(name), module.constant(f"{name}_threads")
 

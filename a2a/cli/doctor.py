@@ -245,15 +245,17 @@ def _launchers() -> Iterator[Fact]:
 
 
 def _transports() -> Iterator[Fact]:
+    from a2a.config import config
     from a2a.topology import Topology
-    from a2a.transport import candidates
+    from a2a.transport import candidates, why_not
 
     topology = Topology.detect()
     for transport in candidates():
-        reason = transport.unavailable(topology, transport.device_type)
-        yield Fact(
-            "off" if reason else "ok", transport.name, reason or f"can be used, for {transport.device_type} tensors"
-        )
+        usable = f"can be used, for {transport.device_type} tensors"
+        reason = why_not(transport, topology, transport.device_type)
+        if transport.only_by_name and config().transport != transport.name:  # would it do?
+            reason = f"{reason}; {transport.unavailable(topology, transport.device_type) or f'it {usable}'}"
+        yield Fact("off" if reason else "ok", transport.name, reason or usable)
 
 
 def _algorithms() -> Iterator[Fact]:

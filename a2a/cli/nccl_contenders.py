@@ -103,7 +103,7 @@ def copy_contender(exchange: Exchange, comm: Communicator, control: Control) -> 
     for peer, piece in enumerate(torch.split(source, exchange.sends)):
         before = sum(row[peer] for row in exchange.counts[:rank])
         if peer != rank and piece.numel():
-            theirs = whole.data_ptr() + (peer - rank) * place.window + before * itemsize
+            theirs = place.at(peer, place.offset_of(whole.data_ptr())) + before * itemsize
             copies.append((theirs, piece.data_ptr(), piece.numel() * itemsize))
     driver = cuda.driver()
 

@@ -177,7 +177,7 @@ def _imagined(given: str) -> Any:
 
     topology = Topology.load(given)
     device_type = "cpu" if topology.domains[0].kind == "cpu_host" else "cuda"
-    fitting = [transport for transport in candidates() if transport.device_type == device_type]
+    fitting = [t for t in candidates() if t.device_type == device_type and not t.only_by_name]
     apart = not_one_domain(topology)
     return SimpleNamespace(
         world_size=topology.world_size,

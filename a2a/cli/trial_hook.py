@@ -81,8 +81,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._callbacks = callbacks
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        callback = self._callbacks.pop(name, None)
-        if callback is None:
+        if name not in self._callbacks:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
@@ -93,7 +92,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            callback(module)
+            if (
+                callback := self._callbacks.pop(name, None)
+            ) is not None:  # not before: others only ask whether it is there
+                callback(module)
 
         loader.exec_module = exec_module
         return spec

@@ -51,28 +51,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from a2a.comm import Communicator, implicit
 from a2a.integrations.c10d_inner import NAME, Setup, alltoall_in_one_call, make_inner
-from a2a.integrations.c10d_work import Done, Pending, Several
+from a2a.integrations.c10d_reductions import PLAIN, Reductions, given, is_synchronous
+from a2a.integrations.c10d_work import Done, Pending
 from a2a.ops import all_to_all, all_to_all_single
-from a2a.reductions import all_gather_into_tensor, all_reduce, reduce_op_of, reduce_scatter_tensor, why_handed_over
 
 _log = logging.getLogger("a2a")
-_profiling = torch._C._autograd._profiler_enabled
-_PLAIN = (Tensor, torch.nn.Parameter)  # any other kind (FakeTensor, DTensor, ...) has no memory of its own to send
-
 # What `native` does, under the names that this torch has.
 DELEGATED = (
     *("allgather", "allgather_coalesced", "broadcast", "gather", "reduce", "reduce_scatter", "scatter", "send", "recv"),
     *("recv_anysource", "_start_coalescing", "_end_coalescing"),
 )
-
-
-def _is_synchronous(opts: Any) -> bool:
-    """Whether a call is one for the short way of `prepared`."""
-    return not (getattr(opts, "asyncOp", True) or _profiling())
-
-
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
 
 
 def _delegated(name: str) -> Callable[..., Work]:
@@ -84,7 +72,7 @@ def _delegated(name: str) -> Callable[..., Work]:
     return call
 
 
-class A2AProcessGroup(dist.ProcessGroup):
+class A2AProcessGroup(Reductions, dist.ProcessGroup):  # type: ignore[misc]  # one signature for each of torch's overloads
     """A process group whose all-to-alls, and whose reductions and all-gathers on CPUs, are a2a's; the rest is torch's.
 
     Attributes:
@@ -102,7 +90,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         self._inner = make_inner(setup)
         self._served = {device_type for device_type, name in setup.requested.items() if name == NAME}
         self._comms: dict[str, Communicator] = {}  # device type -> what serves it
-        self._cpu: Communicator | None = None  # the CPU's, once it is made: for calls that were made before
+        self._cpu: Communicator | None = None  # the CPU's, once it is made
         self._refusals: dict[str, str] = {}  # device type -> why nothing does
         self._handed_over: dict[str, int] = {}
         self._calls = dict.fromkeys(self._served, 0)  # device type -> calls that its communicator took
@@ -125,7 +113,7 @@ class A2AProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """As `ProcessGroup.all_to_all_single`, called `alltoall_base` before torch 2.13."""
         cpu = self._cpu
-        if cpu is not None and type(input) is type(output) is Tensor and _is_synchronous(opts):
+        if cpu is not None and type(input) is type(output) is Tensor and is_synchronous(opts):
             result = cpu.prepared.all_to_all(output, input, output_split_sizes, input_split_sizes)
             if result == 0:
                 self._calls["cpu"] += 1
@@ -136,7 +124,7 @@ class A2AProcessGroup(dist.ProcessGroup):
         if comm is None:
             call = getattr(self.native, "all_to_all_single", None) or self.native.alltoall_base
             splits = (list(output_split_sizes), list(input_split_sizes))
-            return self._handed_over_work("all_to_all_single", input, call(output, input, *splits, *_given(opts)))
+            return self._handed_over_work("all_to_all_single", input, call(output, input, *splits, *given(opts)))
         out_splits = output_split_sizes if len(output_split_sizes) else None
         in_splits = input_split_sizes if len(input_split_sizes) else None
         self._thread.inside = True
@@ -164,7 +152,7 @@ class A2AProcessGroup(dist.ProcessGroup):
             inner = self._inner.get(first.device.type)
             work: Work | None = None
             if inner is None or inner.takes_lists:
-                work = self.native.alltoall(output_tensors, input_tensors, *_given(opts))
+                work = self.native.alltoall(output_tensors, input_tensors, *given(opts))
             else:
                 alltoall_in_one_call(self.native, output_tensors, input_tensors)
             return self._handed_over_work("all_to_all", first, work)
@@ -177,164 +165,12 @@ class A2AProcessGroup(dist.ProcessGroup):
             self._thread.inside = False
         return self._done
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, op: Any = None) -> Work:  # type: ignore[override]
-        """As `ProcessGroup.allreduce`, in each of its overloads."""
-        cpu = self._cpu
-        if (
-            cpu is not None
-            and type(tensors) is list
-            and type(tensors[0]) is Tensor
-            and len(tensors) == 1
-            and op is None
-            and _is_synchronous(opts)
-        ):
-            result = cpu.prepared.all_reduce(tensors[0], reduce_op_of(opts.reduceOp))
-            if result == 0:
-                self._calls["cpu"] += 1
-                return self._done
-            if result > 0:
-                cpu.raise_failure(result, "all_reduce")
-        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        reduce_op = reduce_op_of(
-            next((given for given in (op, getattr(opts, "reduceOp", opts)) if given is not None), None)
-        )
-        comm = self._reducing("all_reduce", reduce_op, listed if len(listed) == 1 else [])
-        if comm is None:
-            if op is None and hasattr(opts, "reduceOp"):
-                work: Work | None = self.native.allreduce(listed, opts)
-            else:
-                work = self.native.allreduce(listed, reduce_op)
-            return self._done if work is None else work
-        return self._run(opts, all_reduce, listed[0], reduce_op, comm)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """As `ProcessGroup.all_gather_single`, called `_allgather_base` before torch 2.13."""
-        cpu = self._cpu
-        if cpu is not None and type(input) is type(output) is Tensor and _is_synchronous(opts):
-            result = cpu.prepared.all_gather(output, input)
-            if result == 0:
-                self._calls["cpu"] += 1
-                return self._done
-            if result > 0:
-                cpu.raise_failure(result, "all_gather_into_tensor")
-        comm = self._reducing("all_gather", None, [input])
-        if comm is None:
-            call = getattr(self.native, "all_gather_single", None) or self.native._allgather_base
-            work: Work | None = call(output, input, *_given(opts))
-            return self._done if work is None else work
-        return self._run(opts, all_gather_into_tensor, output, input, comm)
-
-    _allgather_base = all_gather_single
-
-    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
-        """As `ProcessGroup.reduce_scatter_single`, called `_reduce_scatter_base` before torch 2.13."""
-        cpu = self._cpu
-        if cpu is not None and type(inputTensor) is type(outputTensor) is Tensor and _is_synchronous(opts):
-            result = cpu.prepared.reduce_scatter(outputTensor, inputTensor, reduce_op_of(opts.reduceOp))
-            if result == 0:
-                self._calls["cpu"] += 1
-                return self._done
-            if result > 0:
-                cpu.raise_failure(result, "reduce_scatter_tensor")
-        reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
-        comm = self._reducing("reduce_scatter", reduce_op, [inputTensor])
-        if comm is None:
-            call = getattr(self.native, "reduce_scatter_single", None) or self.native._reduce_scatter_base
-            work: Work | None = call(outputTensor, inputTensor, *_given(opts))
-            return self._done if work is None else work
-        return self._run(opts, reduce_scatter_tensor, outputTensor, inputTensor, reduce_op, comm)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """As `ProcessGroup.allreduce_coalesced`, one tensor after the other."""
-        reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
-        comm = self._reducing("all_reduce", reduce_op, tensors)
-        if comm is None:
-            return self._native(["allreduce_coalesced"], list(tensors), *_given(opts))
-        return self._run_each(opts, all_reduce, [(tensor, reduce_op, comm) for tensor in tensors])
-
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """As `ProcessGroup.all_gather_single_coalesced`, `allgather_into_tensor_coalesced` before torch 2.13.
-
-        torch's functional all-gathers, and so DTensor's, come this way, each with one tensor.
-        """
-        comm = self._reducing("all_gather", None, inputs)
-        if comm is None:
-            names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-            return self._native(names, list(outputs), list(inputs), *_given(opts))
-        pairs = zip(outputs, inputs, strict=True)
-        return self._run_each(opts, all_gather_into_tensor, [(output, input, comm) for output, input in pairs])
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # as above
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """As `ProcessGroup.reduce_scatter_single_coalesced`, `reduce_scatter_tensor_coalesced` before torch 2.13."""
-        reduce_op = reduce_op_of(getattr(opts, "reduceOp", None))
-        comm = self._reducing("reduce_scatter", reduce_op, inputs)
-        if comm is None:
-            names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-            return self._native(names, list(outputs), list(inputs), *_given(opts))
-        pairs = zip(outputs, inputs, strict=True)
-        return self._run_each(
-            opts, reduce_scatter_tensor, [(output, input, reduce_op, comm) for output, input in pairs]
-        )
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
-
-    def _native(self, names: Sequence[str], *args: Any) -> Work:
-        """Call the first method of these names that this torch has, on the inner group."""
-        call = next(getattr(self.native, name) for name in names if hasattr(self.native, name))
-        work: Work | None = call(*args)
-        return self._done if work is None else work
-
-    def _run_each(self, opts: Any, call: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Work:
-        """`_run` of each, as one piece of work."""
-        works = [self._run(opts, call, *args) for args in calls]
-        return works[0] if len(works) == 1 else Several(works)
-
-    def _run(self, opts: Any, call: Callable[..., Any], *args: Any) -> Work:
-        """Make a call of a2a's, asynchronously unless `opts` says otherwise."""
-        self._thread.inside = True
-        try:
-            if getattr(opts, "asyncOp", True):
-                return Pending(call(*args, True))
-            call(*args)
-        finally:
-            self._thread.inside = False
-        return self._done
-
-    def _reducing(self, kind: str, reduce_op: Any, tensors: Sequence[Tensor]) -> Communicator | None:
-        """What reduces or gathers all of `tensors`; None: the inner backend."""
-        if not tensors or any(type(tensor) not in _PLAIN or tensor.layout != torch.strided for tensor in tensors):
-            return None
-        tensor = tensors[0]
-        if getattr(self._thread, "inside", False):
-            return None
-        device_type = tensor.device.type
-        comm = self._comms.get(device_type) or self._find(tensor.device)
-        if comm is None:
-            reason: str | None = self._refusals[device_type]
-        else:
-            reasons = (why_handed_over(comm, kind, tensor, reduce_op) for tensor in tensors)
-            reason = next((why for why in reasons if why is not None), None)
-        if reason is not None:
-            key = f"{kind}, {device_type}: {reason}"
-            self._handed_over[key] = self._handed_over.get(key, 0) + 1
-            return None
-        self._calls[device_type] += len(tensors)
-        return comm
-
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]  # as above
         """As `ProcessGroup.barrier`; one on GPUs takes the `device_id` that the group was made with."""
         device = getattr(opts, "device", None)
         if self._device_id is not None and device is not None and device.type == self._device_id.type:
             opts.device = self._device_id
-        work: Work | None = self.native.barrier(*_given(opts))
+        work: Work | None = self.native.barrier(*given(opts))
         return self._done if work is None else work
 
     def stats(self) -> dict[str, Any]:
@@ -374,7 +210,7 @@ class A2AProcessGroup(dist.ProcessGroup):
 
     def _serving(self, tensor: Tensor) -> Communicator | None:
         """What moves `tensor`; None: the inner backend."""
-        if type(tensor) not in _PLAIN or getattr(self._thread, "inside", False):
+        if type(tensor) not in PLAIN or getattr(self._thread, "inside", False):
             return None
         device_type = tensor.device.type
         comm = self._comms.get(device_type) or self._find(tensor.device)

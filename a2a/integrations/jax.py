@@ -1,11 +1,12 @@
-"""All-to-all inside programs that JAX compiles: `jax.jit` and `jax.shard_map`, on CPU.
+"""All-to-all inside programs that JAX compiles, with `jax.jit` and `jax.shard_map`: on CPUs, and between processes on GPUs.
 
     from a2a.integrations import jax as a2a_jax
     y = a2a_jax.all_to_all(x, "expert", 0, 0, tiled=True)    # between the devices of this process
     y = a2a_jax.all_to_all(x, comm, 0, 0, tiled=True)        # between processes: a2a.communicator(group), one device each
 
-Each is a custom call whose handler is in a2a's C library (csrc/cpu/jax_ffi.cpp). No handler waits: XLA gets a future, so it
-may run its devices in turn. Results and reverse-mode gradients are those of jax.lax, bit for bit; there is no forward mode.
+Each is a custom call whose handler is in a2a's C library (csrc/cpu/jax_ffi.cpp; jax_cuda.cpp for GPUs). No handler waits:
+on a CPU, XLA gets a future; on a GPU, a kernel is launched. So XLA may run its devices in turn. Results and reverse-mode
+gradients are those of jax.lax, bit for bit; there is no forward mode.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 import a2a
 from a2a.config import config
+from a2a.integrations import jax_cuda
 from a2a.kernels import cpu
 
 AxisName = str | tuple[str, ...] | a2a.Communicator
@@ -44,7 +46,8 @@ def all_to_all(
 
     Args:
         x: any shape and dtype of whole bytes.
-        axis_name: of the mesh, one or several: ranks are its devices, all in this process. Or a Communicator: ranks are its
+        axis_name: of the mesh, one or several: ranks are its devices, all in this process, which are CPUs. Or a
+            Communicator, of CPU tensors or of CUDA's, as the program is compiled for one or the other: ranks are its
             processes, which run the same program on one device each: what differs by rank is an argument, no constant.
         split_axis: its size is the number of ranks (tiled: a multiple of it); piece p goes to rank p.
         concat_axis: where the pieces are stacked (tiled: concatenated), in rank order.
@@ -54,7 +57,8 @@ def all_to_all(
     Raises:
         ValueError: shapes don't fit, when traced.
         jax.errors.JaxRuntimeError: or ValueError, when run: a rank did not come, and is named; or ranks differ.
-            With a Communicator, its check() raises the same as one of a2a's errors.
+            With a Communicator, its check() raises the same as one of a2a's errors. On GPUs a call that fails says nothing,
+            as its kernel runs later: the next one raises, and check() does once results are there.
     Like: jax.lax.all_to_all. Differs: no axis_index_groups, no forward-mode gradient.
     """
     ranks = _ranks(axis_name, timeout_s, "all_to_all")
@@ -98,7 +102,7 @@ def ragged_all_to_all(
     Raises:
         ValueError: shapes or dtypes don't fit, when traced.
         jax.errors.JaxRuntimeError, ValueError: when run, as all_to_all; or sizes of ranks disagree, or rows lie outside.
-    Like: jax.lax.ragged_all_to_all. Differs: runs on CPU, checks sizes, no axis_index_groups, no forward-mode gradient.
+    Like: jax.lax.ragged_all_to_all. Differs: runs on CPUs too, checks sizes, no axis_index_groups, no forward-mode gradient.
     """
     ranks = _ranks(axis_name, timeout_s, "ragged_all_to_all")
     lists = [jnp.asarray(a) for a in (input_offsets, send_sizes, output_offsets, recv_sizes)]
@@ -148,63 +152,79 @@ class _Axis:
         group = jax.lax.axis_index(self.others) if self.others else 0
         return jnp.stack([jnp.asarray(i, jnp.int32) for i in (group, jax.lax.axis_index(self.axes))])
 
-    def request(self, agree: str) -> int:
+    def request(self, agree: str, operands: Sequence[Any]) -> int:
         return 0
 
 
 class _Processes:
-    """A communicator: ranks are processes."""
+    """A communicator of CPU tensors: ranks are processes."""
 
     axes = ()
 
     def __init__(self, comm: a2a.Communicator, timeout_s: float | None, op: str) -> None:
         transport = comm.require_transport(op)
-        if comm.device_type != "cpu":
-            raise ValueError(
-                f"{op}: the communicator serves {comm.device_type} tensors; expected a2a.communicator(group)"
-            )
         if timeout_s is not None:
             raise ValueError(f"{op}: pass the timeout to a2a.communicator(), which all of its calls share")
         mesh = jax.sharding.get_abstract_mesh()
         if several := {axis: mesh.shape[axis] for axis in mesh.manual_axes if mesh.shape[axis] > 1}:
             raise ValueError(f"{op}: a rank of a communicator is one device; jax.shard_map runs over {several} here")
         self.world, self.timeout_s = comm.world_size, comm.timeout_s
-        self.communicator = _connect(comm)
         self.what = f"a2a {op}"  # no word of the rank: ranks compile the same program
         self._transport, self._op = transport, op
+        self.communicator = self._connect(comm)
+
+    def _connect(self, comm: a2a.Communicator) -> int:
+        """The number that compiled programs know the communicator by. Once it is closed, they raise."""
+        with _lock:
+            known = _connected.get(comm)
+            if known is None:
+                lib = cpu.lib()
+                known = _connected[comm] = lib.a2a_jax_connect(comm.handle)
+                comm.own(functools.partial(lib.a2a_jax_disconnect, known))
+            return known
 
     def place(self) -> jax.Array:
         return jnp.zeros(2, jnp.int32)  # the C library knows; here, ranks would compile different programs
 
-    def request(self, agree: str) -> int:
+    def request(self, agree: str, operands: Sequence[Any]) -> int:
         index: int = self._transport.request(f"jax {self._op} {agree}", 0, f"jax {self._op}({agree})")
         return index
 
 
+class _Gpus(_Processes):
+    """A communicator of CUDA tensors. Its launches are prepared when they are traced."""
+
+    def _connect(self, comm: a2a.Communicator) -> int:
+        with _lock:
+            self._launches = jax_cuda.launches(comm)
+        return self._launches.communicator
+
+    def request(self, agree: str, operands: Sequence[Any]) -> int:
+        shapes = [(a.shape, a.dtype.itemsize) for a in operands[:2]]
+        text = super().request(agree, operands)
+        with _lock:
+            return self._launches.ragged(text, *shapes) if len(operands) > 1 else self._launches.even(text, *shapes)
+
+
 _Ranks = _Axis | _Processes
+_PROCESSES = {"cpu": _Processes, "cuda": _Gpus}
 _connected: weakref.WeakKeyDictionary[a2a.Communicator, int] = weakref.WeakKeyDictionary()
 
 
 def _ranks(axis_name: AxisName, timeout_s: float | None, op: str) -> _Ranks:
     if isinstance(axis_name, a2a.Communicator):
-        return _Processes(axis_name, timeout_s, op)
+        kind = _PROCESSES.get(axis_name.device_type)
+        if kind is None:
+            raise ValueError(
+                f"{op}: the communicator serves {axis_name.device_type} tensors; expected one of {', '.join(_PROCESSES)}"
+            )
+        return kind(axis_name, timeout_s, op)
     return _Axis((axis_name,) if isinstance(axis_name, str) else tuple(axis_name), timeout_s, op)
 
 
 def num_ranks(axis_name: AxisName) -> int:
     """The ranks along an axis of the mesh, or of a Communicator: a number, where a program is traced."""
     return _ranks(axis_name, None, "num_ranks").world
-
-
-def _connect(comm: a2a.Communicator) -> int:
-    """The number that compiled programs know the communicator by. Once it is closed, they raise."""
-    with _lock:
-        known = _connected.get(comm)
-        if known is None:
-            lib = cpu.lib()
-            known = _connected[comm] = lib.a2a_jax_connect(comm.handle)
-            comm.own(functools.partial(lib.a2a_jax_disconnect, known))
-        return known
 
 
 # ---------------------------------------------------------------- the custom calls
@@ -261,6 +281,10 @@ _ragged.defvjp(_ragged_forward, _ragged_backward)
 def _call(ranks: _Ranks, like: Any, *operands: Any, aliases: Any = None) -> Any:
     _register()
     kind = jax.typeof(like)
+    if _bits(kind.dtype) % 8:
+        raise ValueError(f"{ranks.what}: {kind.dtype} has {_bits(kind.dtype)} bits; expected a dtype of whole bytes")
+    agree = f"{kind.dtype}{list(kind.shape[1:] if len(operands) > 1 else kind.shape)}"
+    request = ranks.request(agree, operands)
     operands = (*operands, ranks.place())
     call = jax.ffi.ffi_call(
         _TARGET,
@@ -270,7 +294,6 @@ def _call(ranks: _Ranks, like: Any, *operands: Any, aliases: Any = None) -> Any:
     )
     # JAX wants operands that vary along the same axes; the result varies as `like` does.
     everywhere = _cast(operands, set().union(*(_varying(a) for a in operands)))
-    agree = f"{kind.dtype}{list(kind.shape[1:] if len(operands) > 2 else kind.shape)}"
     return call(
         *everywhere,
         world=np.int64(ranks.world),
@@ -278,11 +301,18 @@ def _call(ranks: _Ranks, like: Any, *operands: Any, aliases: Any = None) -> Any:
         timeout_s=np.float64(ranks.timeout_s),
         what=ranks.what[:120],
         communicator=np.int64(ranks.communicator),
-        request=np.int64(ranks.request(agree)),
+        request=np.int64(request),
         digest=np.int64(
             int.from_bytes(hashlib.sha256(f"{len(operands)} {agree}".encode()).digest()[:8], "little") >> 1
         ),
     )
+
+
+def _bits(dtype: Any) -> int:
+    for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
+        if jnp.issubdtype(dtype, kind):
+            return int(info(dtype).bits)
+    return 8 * int(dtype.itemsize)
 
 
 def _varying(array: Any) -> frozenset[str]:
@@ -310,6 +340,8 @@ def _register_once() -> None:
     )
     handlers = {"instantiate": capsule(lib.a2a_jax_instantiate), "execute": capsule(lib.a2a_jax_execute)}
     jax.ffi.register_ffi_target(_TARGET, handlers, platform="cpu", api_version=1)
+    # Without a GPU plug-in this waits in a list for one.
+    jax.ffi.register_ffi_target(_TARGET, capsule(lib.a2a_jax_cuda_execute), platform="CUDA", api_version=1)
 
 
 def _register() -> None:

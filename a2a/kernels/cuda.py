@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from a2a.config import config
 from a2a.errors import UnsupportedError
@@ -218,21 +218,37 @@ class Module:
         return value.value
 
 
-@functools.cache
-def module(name: str, arch: str, defines: tuple[tuple[str, int], ...], context: int) -> Module:
-    """The module in the current context, whose handle is `context`; loaded once.
+class Target(Protocol):
+    """What a kernel is compiled for. `defines`: how it finds memory there; `context`: the current one's handle."""
+
+    @property
+    def arch(self) -> str: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]: ...
+
+
+def module(name: str, target: Target, defines: Mapping[str, int]) -> Module:
+    """The module in the current context, which is the target's; loaded once.
 
     Loading may wait for the kernels that run: the second communicator of a process must not, while the first one's wait for
     peers that in turn wait in the second.
     """
+    return _module(name, target.arch, (*defines.items(), *target.defines), target.context)
+
+
+@functools.cache
+def _module(name: str, arch: str, defines: tuple[tuple[str, int], ...], context: int) -> Module:
     return Module(name, arch, dict(defines))
 
 
-def modules(names: list[str], arch: str, defines: tuple[tuple[str, int], ...], context: int) -> list[Module]:
+def modules(names: list[str], target: Target, defines: Mapping[str, int]) -> list[Module]:
     """Several modules, compiled at the same time."""
+    everything = {**defines, **dict(target.defines)}
     with ThreadPoolExecutor(len(names)) as pool:  # the compiler lets go of Python's lock
-        list(pool.map(lambda name: compile_cubin(name, arch, dict(defines)), names))
-    return [module(name, arch, defines, context) for name in names]
+        list(pool.map(lambda name: compile_cubin(name, target.arch, everything), names))
+    return [module(name, target, defines) for name in names]
 
 
 def compiler() -> Any:

@@ -60,6 +60,7 @@ class Transport(ABC):
 
     name: ClassVar[str] = ""
     device_type: ClassVar[str] = ""
+    only_by_name: ClassVar[bool] = False  # taken only where A2A_TRANSPORT names it
 
     rank: int
     world_size: int

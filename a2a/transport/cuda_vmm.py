@@ -5,85 +5,39 @@ Decisions:
 * **Our own exchange of the driver's memory objects** (`cuMemCreate`, exported as file descriptors, which travel over a Unix
   socket): it works with any allocator setting of torch, on groups that have done nothing yet, with one visible GPU a rank
   and with several ranks on one GPU. No multicast object is ever made.
-* **One window of address space a rank**, as large as the largest GPU's memory, all windows in one row, and every buffer at
-  the same offset in each. So an offset is an address that means the same to all ranks, and a kernel needs only two numbers
-  to reach any peer's copy. Address space costs nothing.
-* **The control block** at the start of each window (csrc/cuda/signal.cuh) holds the first failure. Kernels copy it into
-  pinned memory of this process, which the next call reads: the host never waits for the device to learn of a failure.
-* **Staging for the ops comes with the communicator**, zeroed, so that no call is collective on the host: ranks may make
-  their first calls on two communicators in different orders.
-* **Buffers are made and unmapped collectively**, in `alloc`; garbage collection alone never changes what the ranks agree on.
-  What `tensor` handed out stays mapped for as long as the tensor lives, whatever is closed before.
+* **One window of address space a rank**, as large as the largest GPU's memory, all windows in one row. So a kernel needs
+  only two numbers to reach any peer's copy. Address space costs nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import weakref
-from ctypes import c_uint64
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
-from a2a.errors import A2AError, MismatchError, PeerTimeoutError, RowOverflowError, UnsupportedError
-from a2a.kernels import cuda, cuda_requests
-from a2a.kernels.cpu import Cause
+from a2a.errors import UnsupportedError
+from a2a.kernels import cuda
 from a2a.topology import Topology
-from a2a.transport.base import SymmetricBuffer, Transport, Wiring, not_one_domain
+from a2a.transport.base import Wiring
+from a2a.transport.cuda_base import CudaTransport
+from a2a.transport.cuda_memory import Agree, Block, Memory
 from a2a.transport.fd_link import FdLink
 
-_CONTROL_BYTES = 128 << 10
-_STAGING_BYTES, _STAGING_BYTES_A_RANK = 256 << 20, 64 << 20  # of all-to-alls
-_REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK = 144 << 20, 36 << 20  # of reductions and all-gathers
-_NORM_BYTES, _NORM_BYTES_A_RANK = 128 << 20, 32 << 20  # of all-reduces with a norm
-_OK_AT, _CLOSED_AT = 8, 16  # in the control block
-_LATE_AT = _CLOSED_AT + 8 * 1024 + 4 * 32  # behind `closed` and `epoch`; three words a rank
-_HEADERS_AT, _HEADER_WORDS = _LATE_AT + 24 * 1024, 8  # two a rank
-_BROKEN = " The communicator is broken since then; close it and make a new one."
 
-
-_ASK = -1  # no stream
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a kernel needs to reach every rank's memory; `host` is where it leaves a failure for this process."""
-
-    base: int
-    window: int
-    host: int
-    context: int
-    device: torch.device
-    arch: str
-
-
-class _View:
-    """Memory as torch takes it. The tensor keeps this object, and this object the windows."""
-
-    def __init__(self, windows: _Windows, pointer: int, num_bytes: int) -> None:
-        self._windows = windows
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
-
-    def tensor(self) -> torch.Tensor:
-        return torch.as_tensor(self, device=self._windows.device)
-
-
-class _Windows:
+class _Windows(Memory):
     """The address space of all ranks' symmetric memory, as mapped in this process."""
 
-    def __init__(self, device: torch.device, rank: int, world_size: int, window: int) -> None:
-        self.device, self.rank, self.world_size, self.window = device, rank, world_size, window
+    def __init__(
+        self, device: torch.device, rank: int, world_size: int, agree: Agree, link: FdLink, window: int
+    ) -> None:
+        super().__init__(CudaVmm.name, device, rank, world_size, agree)
+        self.window, self._link = window, link
         self._driver = d = cuda.driver()
-        self._pid = os.getpid()
         self._posix = d.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._properties = d.CUmemAllocationProp()
         self._properties.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -94,9 +48,9 @@ class _Windows:
         self._access.location.type, self._access.location.id = self._properties.location.type, device.index
         self._access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         recommended = d.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        self.granularity: int = self._do("cuMemGetAllocationGranularity", self._properties, recommended)
-        self.base = int(self._do("cuMemAddressReserve", window * world_size, self.granularity, d.CUdeviceptr(0), 0))
-        self.mapped: dict[int, tuple[int, Any]] = {}  # pointer -> bytes, memory object
+        self._granularity: int = self._do("cuMemGetAllocationGranularity", self._properties, recommended)
+        self._base = int(self._do("cuMemAddressReserve", window * world_size, self._granularity, d.CUdeviceptr(0), 0))
+        self._mapped: dict[int, tuple[int, Any]] = {}  # pointer -> bytes, memory object
 
     def _do(self, name: str, *arguments: Any) -> Any:
         """A call of the driver's; its values, or UnsupportedError."""
@@ -105,431 +59,122 @@ class _Windows:
         return result[1] if len(result) == 2 else result[1:]
 
     def pointer(self, rank: int, offset: int) -> int:
-        return self.base + rank * self.window + offset
+        return self._base + rank * self.window + offset
 
-    def create(self, num_bytes: int) -> tuple[Any, int]:
+    def find(self, control: int) -> tuple[int, tuple[tuple[str, int], ...]]:
+        assert control == 0, "the control block is the first"
+        return self._base, ()
+
+    def add(self, num_bytes: int, what: str) -> int:
+        size = -(-max(num_bytes, 1) // self._granularity) * self._granularity
+        offset = 0
+        for start in sorted(self.blocks):
+            if start - offset >= size:
+                break
+            offset = start + self.blocks[start].num_bytes
+        if offset + size > self.window:
+            raise UnsupportedError(f"{self.name}: {what}: no room in a window of {self.window} bytes")
+        self._share(offset, size, what)
+        self.blocks[offset] = Block(size, weakref.ref(self))
+        return offset
+
+    def _share(self, offset: int, num_bytes: int, what: str) -> None:
+        """Make a memory object on every rank and map all of them here, zeroed. Collective."""
+        problem, memory, fd = "", None, -1
+        try:
+            memory, fd = self._create(num_bytes)
+        except UnsupportedError as error:
+            problem = str(error)
+        gathered = self._link.gather(fd)
+        everyone = self._link.broadcast(gathered)
+        try:
+            if not problem and min(everyone) < 0:
+                problem = f"rank {everyone.index(-1)} has no memory to share"
+            if not problem:
+                for peer, theirs in enumerate(everyone):
+                    self._map(peer, offset, num_bytes, memory if peer == self.rank else self._adopt(theirs))
+                self.clear(offset, num_bytes)
+        except (UnsupportedError, RuntimeError) as error:
+            problem = str(error)
+        for own in {fd, *gathered, *everyone}:
+            if own >= 0:
+                os.close(own)
+        try:
+            self.all_find("mapped", problem, f"{num_bytes} bytes a rank for {what}")
+        except UnsupportedError:
+            for peer in range(self.world_size):
+                self._unmap(peer, offset)
+            raise
+
+    def drop(self, offsets: Iterable[int]) -> None:
+        for offset in offsets:
+            del self.blocks[offset]
+            for peer in range(self.world_size):
+                self._unmap(peer, offset)
+
+    def close(self) -> None:
+        super().close()
+        self._link.close()
+
+    def _create(self, num_bytes: int) -> tuple[Any, int]:
         """A memory object on this device, and a descriptor of it."""
         memory = self._do("cuMemCreate", num_bytes, self._properties, 0)
         return memory, int(self._do("cuMemExportToShareableHandle", memory, self._posix, 0))
 
-    def adopt(self, fd: int) -> Any:
+    def _adopt(self, fd: int) -> Any:
         """The memory object behind another rank's descriptor."""
         return self._do("cuMemImportFromShareableHandle", fd, self._posix)
 
-    def map(self, rank: int, offset: int, num_bytes: int, memory: Any) -> None:
+    def _map(self, rank: int, offset: int, num_bytes: int, memory: Any) -> None:
         pointer = self.pointer(rank, offset)
         self._do("cuMemMap", pointer, num_bytes, 0, memory, 0)
-        self.mapped[pointer] = (num_bytes, memory)
+        self._mapped[pointer] = (num_bytes, memory)
         self._do("cuMemSetAccess", pointer, num_bytes, [self._access], 1)
 
-    def unmap(self, rank: int, offset: int) -> None:
+    def _unmap(self, rank: int, offset: int) -> None:
         pointer = self.pointer(rank, offset)
-        if pointer in self.mapped:
-            num_bytes, memory = self.mapped.pop(pointer)
+        if pointer in self._mapped:
+            num_bytes, memory = self._mapped.pop(pointer)
             self._do("cuMemUnmap", pointer, num_bytes)
             self._do("cuMemRelease", memory)
 
-    def view(self, rank: int, offset: int, num_bytes: int) -> _View:
-        return _View(self, self.pointer(rank, offset), num_bytes)
-
     def __del__(self) -> None:  # after the last tensor and the transport
-        if not sys.is_finalizing() and self._pid == os.getpid() and hasattr(self, "mapped"):
+        if not sys.is_finalizing() and self.pid == os.getpid() and hasattr(self, "_mapped"):
             with contextlib.suppress(Exception):
                 torch.cuda.synchronize(self.device)
-                for pointer in list(self.mapped):
-                    num_bytes, memory = self.mapped.pop(pointer)
+                for pointer in list(self._mapped):
+                    num_bytes, memory = self._mapped.pop(pointer)
                     self._do("cuMemUnmap", pointer, num_bytes)
                     self._do("cuMemRelease", memory)
-                self._do("cuMemAddressFree", self.base, self.window * self.world_size)
+                self._do("cuMemAddressFree", self._base, self.window * self.world_size)
 
 
-@dataclass
-class _Block:
-    """A buffer, the same on every rank. `released`: this rank has let go of it."""
-
-    num_bytes: int
-    released: bool = False
-    views: list[weakref.ref[_View]] = field(default_factory=list)
-
-    @property
-    def gone(self) -> bool:
-        return self.released or (bool(self.views) and all(view() is None for view in self.views))
-
-
-class CudaVmm(Transport):
+class CudaVmm(CudaTransport):
     """See the module's docstring."""
 
     name: ClassVar[str] = "cuda_vmm"
-    device_type: ClassVar[str] = "cuda"
 
     @classmethod
     def unavailable(cls, topology: Topology, device_type: str) -> str | None:
-        if device_type != "cuda":
-            return f"it serves CUDA tensors; this group's are on {device_type}"
-        if reason := not_one_domain(topology):
-            return reason
         domain = topology.domains[0]
-        if domain.rack and not domain.host:
+        if device_type == "cuda" and topology.is_single_domain and domain.rack and not domain.host:
             return "the group spans several hosts of one NVLink fabric; so far memory is exchanged within one host only"
-        if not torch.cuda.is_available():
-            return "torch finds no CUDA device here"
-        try:
-            cuda.lib()
-            cuda.driver()
-            cuda.compiler()
-        except UnsupportedError as error:
-            return str(error)
-        return None
+        return super().unavailable(topology, device_type)
 
-    @classmethod
-    def open(cls, wiring: Wiring) -> CudaVmm:
-        return cls(wiring)
-
-    @staticmethod
-    def reduction_bytes(world_size: int) -> int:
-        """Of `reduction_staging` on each rank."""
-        return min(_REDUCTION_BYTES, _REDUCTION_BYTES_A_RANK * world_size)
-
-    def __init__(self, wiring: Wiring) -> None:
-        self.rank, self.world_size, self.timeout_s = wiring.rank, wiring.world_size, wiring.timeout_s
-        self._exchange = wiring.exchange
-        index = torch.cuda.current_device() if wiring.device.index is None else wiring.device.index
-        self.device = torch.device("cuda", index)
-        self._closed = False
-        self._switch: Any = None
-        self._requests: list[tuple[int, str]] = []
-        self._numbers: dict[tuple[int, str], int] = {}
-        self._blocks: dict[int, _Block] = {}
-        self._shared: dict[str, list[SymmetricBuffer]] = {}
-        self.last_stream = 0  # of the call before: calls of one communicator run in their order; _ASK while capturing
-        self._eager = self._last = 0  # of the last call that ran, and of the last one at all
-        self._sides: list[torch.cuda.Stream] = []
-        torch.cuda.synchronize(self.device)  # makes the context current
-        self._looking: torch.cuda.Stream | None = None
-        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._record = c_uint64.from_address(self._host.data_ptr())
+    def _open(self, wiring: Wiring) -> Memory:
         facts = torch.cuda.get_device_properties(self.device)
-        largest = max(int(p) for p in self._agree("start", str(facts.total_memory)))
-        self._link = FdLink(wiring.exchange, self.rank, self.world_size, self.timeout_s, "cuda_vmm")
-        problem = ""
+        largest = max(int(p) for p in self.agree("start", str(facts.total_memory)))
+        link = FdLink(wiring.exchange, self.rank, self.world_size, self.timeout_s, self.name)
+        window, problem, windows = 1 << (largest - 1).bit_length(), "", None
         try:
-            with torch.cuda.device(self.device):
-                self._windows = _Windows(self.device, self.rank, self.world_size, 1 << (largest - 1).bit_length())
+            windows = _Windows(self.device, self.rank, self.world_size, self.agree, link, window)
         except UnsupportedError as error:
             problem = str(error)
-        self._raise_problems("reserve", problem, "address space")
-        with torch.cuda.device(self.device):
-            context = int(cuda.driver().cuCtxGetCurrent()[1])
-        major, minor = facts.major, facts.minor
-        self.place = Place(self._windows.base, self._windows.window, self._host.data_ptr(), context, self.device,
-                           f"sm_{major}{minor}")  # fmt: skip
-        self.handle = self._windows.base
-        self._add(0, self._round(_CONTROL_BYTES), "the control block")
-        self._control = self._windows.view(self.rank, 0, _CONTROL_BYTES).tensor()
-        self._ok = self._control[_OK_AT : _OK_AT + 4].view(torch.int32).squeeze(0)
-        self._ok.fill_(1)
-        size = min(_STAGING_BYTES, _STAGING_BYTES_A_RANK * self.world_size)
-        more = self.reduction_bytes(self.world_size)
-        norms = min(_NORM_BYTES, _NORM_BYTES_A_RANK * self.world_size)
-        all_of_them = self.alloc(size + more + norms, "staging")
-        address, pointer = all_of_them.address, all_of_them.pointer
-        self.staging = SymmetricBuffer(address, pointer, size)
-        self.reduction_staging = SymmetricBuffer(address + size, pointer + size, more)
-        self.norm_staging = SymmetricBuffer(address + size + more, pointer + size + more, norms)
-        torch.cuda.synchronize(self.device)
-        self._agree("ready", "")
-
-    # ---- agreement, over the group's store: for set-up only
-
-    def agree(self, step: str, mine: str) -> list[str]:
-        """What every rank says at this step. Collective."""
-        return self._agree(step, mine)
-
-    def switch(self, group: Any, num_bytes: int, word_bytes: int) -> Any:
-        """The `Switch` of this communicator, made by the first call. Collective then.
-
-        Raises:
-            UnsupportedError: there is none, on any rank; says why.
-        """
-        from a2a.transport.switch import open_switch  # which knows this class
-
-        if self._switch is None:
-            try:
-                self._switch = open_switch(self, group, num_bytes, word_bytes)
-            except UnsupportedError as error:
-                self._switch = error
-        if isinstance(self._switch, UnsupportedError):
-            raise self._switch
-        return self._switch
-
-    def _agree(self, step: str, mine: str) -> list[str]:
-        return [p.decode() for p in self._exchange(f"cuda_vmm/{step}", mine.encode())]
-
-    def _raise_problems(self, step: str, problem: str, what: str) -> None:
-        for peer, theirs in enumerate(self._agree(step, problem)):
+        for peer, theirs in enumerate(self.agree("reserve", problem)):
             if theirs:
-                raise UnsupportedError(f"cuda_vmm: {what}: rank {peer}: {theirs}")
-
-    # ---- memory
-
-    def _round(self, num_bytes: int) -> int:
-        return -(-max(num_bytes, 1) // self._windows.granularity) * self._windows.granularity
-
-    def _add(self, offset: int, num_bytes: int, what: str) -> None:
-        """Make a block on every rank and map all of them here, zeroed. Collective."""
-        windows, problem, memory, fd = self._windows, "", None, -1
-        with torch.cuda.device(self.device):
-            try:
-                memory, fd = windows.create(num_bytes)
-            except UnsupportedError as error:
-                problem = str(error)
-            gathered = self._link.gather(fd)
-            everyone = self._link.broadcast(gathered)
-            try:
-                if not problem and min(everyone) < 0:
-                    problem = f"rank {everyone.index(-1)} has no memory to share"
-                if not problem:
-                    for peer, theirs in enumerate(everyone):
-                        windows.map(peer, offset, num_bytes, memory if peer == self.rank else windows.adopt(theirs))
-                    windows.view(self.rank, offset, num_bytes).tensor().zero_()
-                    torch.cuda.synchronize(self.device)
-            except (UnsupportedError, RuntimeError) as error:
-                problem = str(error)
-            for own in {fd, *gathered, *everyone}:
-                if own >= 0:
-                    os.close(own)
-            try:
-                self._raise_problems("mapped", problem, f"{num_bytes} bytes a rank for {what}")
-            except UnsupportedError:
-                for peer in range(self.world_size):
-                    windows.unmap(peer, offset)
-                raise
-        self._blocks[offset] = _Block(num_bytes)
-
-    def alloc(self, num_bytes: int, what: str, *, touch: bool = True) -> SymmetricBuffer:
-        gone = [offset for offset, block in self._blocks.items() if block.gone]
-        records = [json.loads(p) for p in self._agree("alloc", json.dumps([num_bytes, what, gone]))]
-        for peer, (theirs, text, _) in enumerate(records):
-            if text.startswith("!"):
-                raise MismatchError(f"comm.empty: rank {peer} refused its own call, so nothing was made: {text[1:]}",
-                                    rank=self.rank, peer=peer, op="alloc")  # fmt: skip
-            if (theirs, text) != (num_bytes, what):
-                raise MismatchError(
-                    f"rank {self.rank} asked for {what}; rank {peer} asked for {text}. Symmetric memory is made by all "
-                    f"ranks alike: call with equal arguments everywhere",
-                    rank=self.rank, peer=peer, op="alloc",
-                )  # fmt: skip
-        self._drop(sorted(set.intersection(*(set(g) for _, _, g in records))))
-        size = self._round(num_bytes)
-        offset = 0
-        for start in sorted(self._blocks):
-            if start - offset >= size:
-                break
-            offset = start + self._blocks[start].num_bytes
-        if offset + size > self._windows.window:
-            raise UnsupportedError(f"cuda_vmm: {what}: no room in a window of {self._windows.window} bytes")
-        self._add(offset, size, what)
-        return SymmetricBuffer(offset, self._windows.pointer(self.rank, offset), num_bytes)
-
-    def _drop(self, offsets: list[int]) -> None:
-        """Unmap what every rank has let go of, once no kernel of any rank can be using it."""
-        if not offsets:
-            return
-        torch.cuda.synchronize(self.device)
-        self._agree("drop", "")
-        for offset in offsets:
-            del self._blocks[offset]
-            for peer in range(self.world_size):
-                self._windows.unmap(peer, offset)
-
-    def refuse_alloc(self, why: str) -> None:
-        self._agree("alloc", json.dumps([0, f"!{why}", []]))
-
-    def tensor(self, buffer: SymmetricBuffer) -> torch.Tensor:
-        view = self._windows.view(self.rank, buffer.address, buffer.num_bytes)
-        self._blocks[buffer.address].views.append(weakref.ref(view))
-        return view.tensor()
-
-    def release(self, buffer: SymmetricBuffer) -> None:
-        if not self._closed:
-            self._blocks[buffer.address].released = True
-
-    def shared(self, what: str, num_bytes: int) -> SymmetricBuffer:
-        """A buffer that all users of `what` on this communicator share, zeroed at first; made where none is large enough.
-
-        Collective. A larger one does not replace the one that others hold.
-        """
-        known = self._shared.setdefault(what, [])
-        for buffer in known:
-            if buffer.num_bytes >= num_bytes:
-                return buffer
-        known.append(self.alloc(num_bytes, what))
-        return known[-1]
-
-    # ---- streams
-
-    def follow(self, stream: int) -> None:
-        """Have a call on this stream follow the call before, which was on another or in a graph."""
-        if self.last_stream != _ASK:
-            self._eager = self._last = self.last_stream
-        last, self._last = self._last, stream
-        with torch.cuda.device(self.device):
-            capturing = torch.cuda.is_current_stream_capturing()
-        if capturing:  # calls of one graph follow each other too; where in time it is replayed, its user decides
-            if last not in (0, stream) and _captures(self._external(last)):
-                self._external(stream).wait_stream(self._external(last))
-            self.last_stream = _ASK
-            return
-        self._external(stream).wait_stream(self._external(self._eager))
-        self.last_stream = stream
-
-    def streams(self) -> tuple[int, int, int]:
-        """The current stream, made to follow the call before, and two of this communicator's own."""
-        if not self._sides:
-            self._sides = [torch.cuda.Stream(self.device, priority=-1) for _ in range(2)]  # type: ignore[no-untyped-call]
-        current = torch.cuda.current_stream(self.device).cuda_stream
-        if current != self.last_stream:
-            self.follow(current)
-        gates, work = self._sides
-        return current, gates.cuda_stream, work.cuda_stream
-
-    def outlive(self, *tensors: torch.Tensor) -> None:
-        """Keep the memory of tensors, once they are dropped, until this communicator's calls so far are over."""
-        last = self._last if self.last_stream == _ASK else self.last_stream
-        for tensor in tensors:
-            tensor.record_stream(self._external(last))
-
-    def _external(self, stream: int) -> torch.cuda.Stream:
-        if not stream:
-            return torch.cuda.default_stream(self.device)
-        return torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
-
-    # ---- requests and failures
-
-    def request(self, agree: str, row_bytes: int, text: str) -> int:
-        """Register what a call asks for. `row_bytes` is not compared here: the sizes of the pieces are."""
-        key = (cuda_requests.digest_of(agree), text)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._requests)
-            self._requests.append(key)
-        return self._numbers[key]
-
-    def digest(self, request: int) -> int:
-        """What peers compare; 0 is a refusal's."""
-        return self._requests[request][0]
-
-    def failed(self) -> bool:
-        return self._closed or self._record.value != 0
-
-    def told(self) -> bool:
-        if self.failed() or torch.cuda.is_current_stream_capturing():
-            return self.failed()
-        seen = self._look(0, 8).view(torch.int64)
-        if seen.item() and not self.failed():
-            self._host.copy_(seen)  # as this rank's next kernel would have
-        return self.failed()
-
-    def _look(self, begin: int, end: int) -> torch.Tensor:
-        """Bytes of the control block. On a stream that follows none: what users have launched may run on."""
-        if self._looking is None:
-            self._looking = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._looking):
-            seen = self._control[begin:end].to("cpu", non_blocking=True)
-        self._looking.synchronize()
-        return seen
-
-    def raise_failure(self, result: int, op: str, refusal: tuple[int, str] | None = None) -> None:
-        if self._closed:
-            raise A2AError(f"{op}: this communicator is closed on rank {self.rank}; make a new one")
-        record = self._record.value
-        if not record:
-            cuda.check(result, op)
-            return
-        cause, by, who, text = record >> 48, record >> 32 & 0xFFFF, record >> 16 & 0xFFFF, record & 0xFFFF
-        asked = self._requests[text][1] if text < len(self._requests) and by == self.rank else op
-        difference = self._difference(by, who) if cause == Cause.MISMATCH else None
-        messages: dict[int, str] = {
-            Cause.TIMEOUT: f"rank {by} waited {self.timeout_s:.1f} s for rank {who} in {asked}. Rank {who} may have died or "
-            f"taken another branch. See `a2a doctor`; the limit is A2A_TIMEOUT_S.",
-            Cause.CLOSED: f"rank {who} has closed this communicator: rank {by} was waiting for it in {asked}.",
-            Cause.MISMATCH: difference or f"rank {by} called {asked}, rank {who} something else.",
-            Cause.SPLITS: f"split sizes disagree: what rank {by} in {asked} or rank {who} sends, the other does not expect.",
-            Cause.OVERFLOW: f"rank {by} received more rows than max_rows in {asked}; raise max_rows, or pass "
-            f"overflow='drop'.",
-            Cause.REFUSED: f"rank {who} refused its own call while rank {by} was in {asked}; rank {who}'s error says why.",
-            Cause.OUT_OF_RANGE: f"rank {by} passed an expert id that is neither -1 nor one of the experts' to {asked}.",
-        }
-        told = messages.get(cause, f"cause {cause}, found by rank {by}.") + _BROKEN
-        if cause in (Cause.TIMEOUT, Cause.CLOSED):
-            name = Cause(cause).name.lower()
-            raise PeerTimeoutError(told, rank=self.rank, peer=who, op=asked, cause=name)
-        if cause == Cause.OVERFLOW:
-            raise RowOverflowError(told)
-        raise MismatchError(told, rank=self.rank, peer=who if by == self.rank else by, op=asked)
-
-    def _difference(self, by: int, who: int) -> str | None:
-        """What two ranks have called, as far as their signals are here and tell."""
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        size = 4 * 2 * _HEADER_WORDS * self.world_size
-        words = self._look(_HEADERS_AT, _HEADERS_AT + size).view(torch.int32).view(-1, 2, _HEADER_WORDS).tolist()
-        for headers in zip(words[by], words[who], strict=True):
-            one, other = ([word & 0xFFFFFFFF for word in header] for header in headers)
-            if one[0] == other[0] != 0 and one[1] != other[1]:  # of one epoch
-                return f"rank {by} called {self._told(one)}, rank {who} {self._told(other)}."
-        return None
-
-    def _told(self, header: list[int]) -> str:
-        known = next((text for digest, text in self._requests if digest == header[1]), None)
-        return known or cuda_requests.told(header) or "another collective"
-
-    def ok_word(self) -> torch.Tensor:
-        return self._ok
-
-    def stats(self) -> dict[str, object]:
-        """Waits for the device. A peer counts as late when it was not there after a first look, some 20 us."""
-        words = self._control[_LATE_AT : _LATE_AT + 24 * self.world_size].view(torch.int64).view(-1, 3).tolist()
-        return {
-            "transport": self.name,
-            "device": str(self.device),
-            "symmetric_bytes": sum(b.num_bytes for b in self._blocks.values()),
-            "peers": [
-                {"rank": peer, "late": times, "late_us": ns / 1e3, "longest_us": longest / 1e3}
-                for peer, (times, ns, longest) in enumerate(words)
-                if peer != self.rank
-            ],
-        }
-
-    # ---- the end
-
-    def close(self) -> None:
-        """Waits for this rank's kernels, each of which ends by its deadline, and then tells the peers."""
-        if self._closed:
-            return
-        self._closed = True
-        self._link.close()
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(self.device)
-            for peer in range(self.world_size):
-                at = _CLOSED_AT + 8 * self.rank
-                self._windows.view(peer, 0, _CONTROL_BYTES).tensor()[at : at + 8].fill_(1)
-            torch.cuda.synchronize(self.device)
-
-    def free(self) -> None:
-        """Let go of the memory; tensors that are out keep it."""
-        self.handle = 0
-        del self._control, self._ok, self._windows
-
-    def __del__(self) -> None:
-        if sys is not None and not sys.is_finalizing() and getattr(self, "handle", None):
-            with contextlib.suppress(Exception):
-                self.close()
+                raise UnsupportedError(f"{self.name}: address space: rank {peer}: {theirs}")
+        assert windows is not None
+        return windows
 
 
-def _captures(stream: torch.cuda.Stream) -> bool:
-    """Whether a stream is part of a capture."""
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
-__all__ = ["CudaVmm", "Place"]
+__all__ = ["CudaVmm"]

@@ -18,7 +18,7 @@ from a2a.errors import UnsupportedError
 from a2a.topology.libcuda import MULTICAST, LibCuda
 
 if TYPE_CHECKING:
-    from a2a.transport.cuda_vmm import CudaVmm
+    from a2a.transport.cuda_base import CudaTransport
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def why_not(device: torch.device, group: Any) -> str:
     return "" if has else f"the GPU or its fabric lacks multicast (CUDA device attribute {MULTICAST} is 0)"
 
 
-def open_switch(transport: CudaVmm, group: Any, num_bytes: int, word_bytes: int) -> Switch:
+def open_switch(transport: CudaTransport, group: Any, num_bytes: int, word_bytes: int) -> Switch:
     """Bring it up. Collective; waits for the GPU.
 
     Raises:
@@ -89,7 +89,7 @@ def _multicast_buffer(device: torch.device, group: Any, num_bytes: int) -> tuple
     return tensor, _symmetric_memory.rendezvous(tensor, group)
 
 
-def _all_find(transport: CudaVmm, step: str, problem: str) -> None:
+def _all_find(transport: CudaTransport, step: str, problem: str) -> None:
     for rank, theirs in enumerate(transport.agree(step, problem)):
         if theirs:
             raise UnsupportedError(f"rank {rank}: {theirs}")

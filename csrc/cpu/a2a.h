@@ -297,6 +297,20 @@ typedef struct {
 A2A_API int a2a_cuda_run(const a2a_cuda_step* steps, uint32_t count, void* const* streams);
 A2A_API int a2a_cuda_event(void** event);
 A2A_API int a2a_cuda_event_free(void* event);
+A2A_API int a2a_cuda_stream_context(void* stream, void** context);  // null where the driver can't tell
 // Wait until a kernel has stored `wanted` to pinned memory. -1: *failure is set; -2: not within the time.
 A2A_API int a2a_cuda_await(const volatile uint64_t* word, uint64_t wanted, const volatile uint64_t* failure,
                            double seconds);
+
+// --- custom calls of programs that XLA compiles for GPUs (jax_cuda.cpp)
+typedef struct {
+  uint64_t in_bytes, out_bytes;
+  uint64_t row_bytes;  // 0 where it isn't ragged
+  int ragged;
+} a2a_jax_cuda_shape;
+// What programs call this communicator, < 0, until a2a_jax_cuda_disconnect; 0: no memory. Its calls are ordered by the event.
+A2A_API int64_t a2a_jax_cuda_connect(uint32_t world, uint32_t rank, double timeout_s, void* event);
+// What programs call this launch, > 0; it is copied, its parameters too, which begin with out, in and, ragged, the four lists.
+A2A_API int64_t a2a_jax_cuda_prepare(int64_t communicator, const a2a_jax_cuda_shape*, const a2a_cuda_call*);
+A2A_API void a2a_jax_cuda_disconnect(int64_t communicator);
+A2A_API void* a2a_jax_cuda_execute(void* call_frame);

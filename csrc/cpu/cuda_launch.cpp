@@ -59,6 +59,7 @@ struct Driver {
   CuResult (*event_record)(Handle event, Handle stream);
   CuResult (*stream_wait)(Handle stream, Handle event, unsigned flags);
   CuResult (*copy)(std::uint64_t to, std::uint64_t from, std::size_t bytes, Handle stream);
+  CuResult (*stream_context)(Handle stream, Handle* context);  // or null
 };
 
 Driver g_driver;
@@ -87,6 +88,7 @@ int a2a_cuda_open(void) {
            find(library, d.event_create, "cuEventCreate") && find(library, d.event_destroy, "cuEventDestroy_v2") &&
            find(library, d.event_record, "cuEventRecord") && find(library, d.stream_wait, "cuStreamWaitEvent") &&
            find(library, d.copy, "cuMemcpyDtoDAsync_v2");
+  find(library, d.stream_context, "cuStreamGetCtx");
   return g_open ? 0 : kNoDriver;
 }
 
@@ -179,6 +181,12 @@ int a2a_cuda_event(void** event) {
 }
 
 int a2a_cuda_event_free(void* event) { return g_open ? g_driver.event_destroy(event) : kNoDriver; }
+
+int a2a_cuda_stream_context(void* stream, void** context) {
+  *context = nullptr;
+  if (!g_open) return kNoDriver;
+  return g_driver.stream_context ? g_driver.stream_context(stream, context) : 0;
+}
 
 int a2a_cuda_run(const a2a_cuda_step* steps, uint32_t count, void* const* streams) {
   for (std::uint32_t i = 0; i < count; i++) {

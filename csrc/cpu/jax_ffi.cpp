@@ -84,7 +84,8 @@ bool text(const CallFrame& f, const char* name, char* out, std::size_t bytes) {
   return true;
 }
 
-// XLA asks what a handler is before it uses it, and knows from that whether it can call it.
+}  // namespace
+
 bool answer_metadata(CallFrame* f, bool has_state) {
   if (!f->extensions || f->extensions->type != kMetadataExtension) return false;
   Metadata* m = reinterpret_cast<MetadataExtension*>(f->extensions)->metadata;
@@ -105,14 +106,31 @@ Error* wrong_version(const CallFrame* f) {
       v.major, v.minor, kMajor, kMinor, kMajor);
 }
 
+namespace {
+
 std::uint64_t bytes_of(const Buffer& b, std::uint64_t element) {
   for (std::int64_t i = 0; i < b.rank; i++) element *= std::uint64_t(b.dims[i]);
   return element;
 }
 
-// ---- the call of one rank
+// ---- the call of one rank, in this process's memory
 
-Error* read_call(CallFrame* f, Call* call) {
+Error* read_place(const CallFrame* f, Call* call) {
+  const Buffer& place = *f->args.buffers[f->args.count - 1];
+  if (place.dtype != kS32 || bytes_of(place, 1) != 2)
+    return errorf(f->api, kInvalidArgument, "%s: the last operand is {group, rank} in int32", call->what);
+  call->group = static_cast<const std::int32_t*>(place.data)[0];
+  call->rank = std::uint32_t(static_cast<const std::int32_t*>(place.data)[1]);
+  if (call->rank >= call->world)
+    return errorf(f->api, kInvalidArgument, "%s: rank %u of %u", call->what, call->rank, call->world);
+  if (call->ragged && call->initial != call->out && call->out_bytes)
+    std::memcpy(call->out, call->initial, call->out_bytes);
+  return nullptr;
+}
+
+}  // namespace
+
+Error* read_call(const CallFrame* f, Call* call) {
   *call = Call{};
   call->api = f->api;
   std::int64_t world = 0, element = 0;
@@ -125,31 +143,27 @@ Error* read_call(CallFrame* f, Call* call) {
   call->ragged = f->args.count == 7;
   if ((f->args.count != 2 && !call->ragged) || f->results.count != 1)
     return errorf(f->api, kInvalidArgument, "%s: %lld operands, expected 2 or 7", call->what, (long long)f->args.count);
+  if (!call->world) return errorf(f->api, kInvalidArgument, "%s: no ranks", call->what);
   const Buffer &in = *f->args.buffers[0], &out = *f->results.buffers[0];
-  const Buffer& place = *f->args.buffers[f->args.count - 1];
-  if (place.dtype != kS32 || bytes_of(place, 1) != 2)
-    return errorf(f->api, kInvalidArgument, "%s: the last operand is {group, rank} in int32", call->what);
-  call->group = static_cast<const std::int32_t*>(place.data)[0];
-  call->rank = std::uint32_t(static_cast<const std::int32_t*>(place.data)[1]);
-  if (call->rank >= call->world)
-    return errorf(f->api, kInvalidArgument, "%s: rank %u of %u", call->what, call->rank, call->world);
   call->in = static_cast<const std::uint8_t*>(in.data);
   call->out = static_cast<std::uint8_t*>(out.data);
-  const std::uint64_t in_bytes = bytes_of(in, std::uint64_t(element)),
-                      out_bytes = bytes_of(out, std::uint64_t(element));
+  call->in_bytes = bytes_of(in, std::uint64_t(element));
+  call->out_bytes = bytes_of(out, std::uint64_t(element));
   if (!call->ragged) {
-    if (in_bytes != out_bytes || in_bytes % call->world)
+    if (call->in_bytes != call->out_bytes || call->in_bytes % call->world)
       return errorf(f->api, kInvalidArgument, "%s: %llu bytes can't be shared by %u ranks", call->what,
-                    (unsigned long long)in_bytes, call->world);
-    call->piece = in_bytes / call->world;
+                    (unsigned long long)call->in_bytes, call->world);
+    call->piece = call->in_bytes / call->world;
     return nullptr;
   }
+  if (in.rank < 1 || in.rank != out.rank)
+    return errorf(f->api, kInvalidArgument, "%s: operand and output have %lld and %lld dimensions", call->what,
+                  (long long)in.rank, (long long)out.rank);
   call->in_rows = in.dims[0];
   call->out_rows = out.dims[0];
   call->row_bytes = std::uint64_t(element);
   for (std::int64_t i = 1; i < in.rank; i++) call->row_bytes *= std::uint64_t(in.dims[i]);
-  const Buffer& initial = *f->args.buffers[1];
-  if (initial.data != out.data && out_bytes) std::memcpy(out.data, initial.data, out_bytes);
+  call->initial = static_cast<const std::uint8_t*>(f->args.buffers[1]->data);
   const std::int32_t** const lists[] = {&call->in_offset, &call->send, &call->out_offset, &call->recv};
   for (int i = 0; i < 4; i++) {
     const Buffer& list = *f->args.buffers[2 + i];
@@ -159,8 +173,6 @@ Error* read_call(CallFrame* f, Call* call) {
   }
   return nullptr;
 }
-
-}  // namespace
 
 bool piece_fits(const Call& to, std::uint32_t from, std::int64_t rows, std::int64_t at, char* message,
                 std::size_t bytes) {
@@ -207,6 +219,12 @@ void* a2a_jax_execute(void* call_frame) {
   if (Error* failed = wrong_version(f)) return failed;
   Call call;
   if (Error* failed = read_call(f, &call)) return failed;
+  if (call.communicator < 0)
+    return errorf(f->api, kInvalidArgument,
+                  "%s: its communicator serves GPUs, and this program was compiled for a CPU; run it on a GPU "
+                  "(jax.default_device), or pass a2a.communicator(group)",
+                  call.what);
+  if (Error* failed = read_place(f, &call)) return failed;
   State args{sizeof args, nullptr, f->execution, kInstantiate, &site_type, nullptr};
   if (Error* failed = f->api->state_get(&args)) return failed;
   if (call.communicator) return submit(f, call, static_cast<Site*>(args.state));

@@ -1,4 +1,4 @@
-// A call of one rank, as XLA's custom calls bring it: what the handlers for devices and for processes share.
+// A call of one rank, as XLA's custom calls bring it: what the handlers for devices, for processes and for GPUs share.
 #pragma once
 #include "a2a.h"
 #include "xla_ffi.h"
@@ -15,16 +15,18 @@ struct Site {           // of a custom call in an executable
 struct Call {
   const xla::Api* api;
   xla::Future* future;
-  const std::uint8_t* in;
+  const std::uint8_t* in;  // on a GPU, memory of that: as are the other operands
   std::uint8_t* out;
+  std::uint64_t in_bytes, out_bytes;
   std::uint32_t world, rank;
   std::int64_t group;  // of the devices that differ along the axis alone
   bool ragged;
   std::uint64_t piece;                                       // bytes for each rank, if not ragged
   std::uint64_t row_bytes;                                   // from here on: if ragged
+  const std::uint8_t* initial;                               // what out holds at first
   const std::int32_t *in_offset, *send, *out_offset, *recv;  // [world], in rows
   std::int64_t in_rows, out_rows;
-  std::int64_t communicator;     // 0: devices of this process
+  std::int64_t communicator;     // 0: devices of this process; < 0: a communicator of GPUs
   std::int64_t digest, request;  // of what all ranks must agree on; what says it in words (a2a_request)
   double timeout_s;
   char what[128];  // for errors
@@ -34,6 +36,12 @@ xla::Error* error(const xla::Api* api, xla::Code code, const char* message);
 xla::Error* errorf(const xla::Api* api, xla::Code code, const char* format, ...) __attribute__((format(printf, 3, 4)));
 xla::Error* make_future(const xla::Api* api, xla::Future** future);
 void resolve(const xla::Api* api, xla::Future* future, xla::Code code, const char* message);  // message null: success
+
+// XLA asks what a handler is before it uses it, and knows from that whether it can call it: true, it has been told.
+bool answer_metadata(xla::CallFrame* f, bool has_state);
+xla::Error* wrong_version(const xla::CallFrame* f);  // null: this jaxlib is one that a2a knows
+// What a call says, and whether its operands fit together; reads none of them. Whose call it is, `place` knows.
+xla::Error* read_call(const xla::CallFrame* f, Call* call);
 
 // Of a ragged call, as its receiver and as its sender sees it. False, with a message: it lies outside, or sizes differ.
 bool piece_fits(const Call& to, std::uint32_t from, std::int64_t rows, std::int64_t at, char* message,

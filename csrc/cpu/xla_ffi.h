@@ -121,6 +121,12 @@ struct Schedule {
   void (*task)(void* data);
   void* data;
 };
+struct StreamOf {
+  std::size_t size;
+  Extension* extensions;
+  Execution* execution;
+  void* stream;  // a CUstream
+};
 struct RunId {
   std::size_t size;
   Extension* extensions;
@@ -136,7 +142,9 @@ struct Api {
   Error* (*error_create)(ErrorCreate*);
   void* error_get_message;
   void (*error_destroy)(void* args);
-  void *handler_register, *stream_get, *type_register, *context_get;
+  void* handler_register;
+  Error* (*stream_get)(StreamOf*);
+  void *type_register, *context_get;
   Error* (*state_set)(State*);
   Error* (*state_get)(State*);
   void *memory_allocate, *memory_free;

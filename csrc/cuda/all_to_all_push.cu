@@ -11,6 +11,9 @@
 // Launch   _small with at most 512 threads a block where no pair of the rank is large, _large with 1024 where one is; blocks
 //          for the channels of every pair that the rank has (see channels()), at most kBlocks, and then `copiers` blocks that
 //          copy the own piece and wait for nobody.  Grids may differ between ranks.
+// Ragged   (RAGGED=1) what goes where is in lists in this GPU's memory, as jax.lax.ragged_all_to_all has them: pairs are made
+//          from them by every block, but for where a peer's rows begin here, which only the peer knows and says in its header.
+//          So every block waits for all headers before it receives. Outputs count as ordinary memory.
 // Buffers  staging symmetric, zero at first, owned by this kernel; in and out any, out not overlapping in
 // VISIBLE  flags: the epoch is in the same 16-byte access as the data.  direct: W: all threads of a team store; then
 //          their barrier; S: thread 0 stores `done` with st.release.sys, which is cumulative over the barrier.  A: a thread
@@ -25,12 +28,18 @@
 //          one.  All blocks that wait fit on the device at once.
 // FAILURE  a thread whose deadline passes stores the missing rank in every rank's record and waits for nothing any more; so
 //          does everybody who sees a record. Out is undefined then; the host raises. A header with another digest or another
-//          size is a failure, too: nothing is stored into an output before it has been checked.
+//          size is a failure, too: nothing is stored into an output before it has been checked. Lists that name rows outside
+//          in or out are a failure of this rank's own, kSplits with itself as the peer.
 #include "copy.cuh"
 #include "signal.cuh"
 
+#ifndef RAGGED
+#define RAGGED 0
+#endif
+
 namespace a2a {
 
+constexpr bool kRagged = RAGGED;
 constexpr std::uint32_t kWorld = WORLD;
 constexpr std::uint64_t kFlagBytes = FLAG_BYTES;    // the most that a pair sends as packets
 constexpr std::uint64_t kChunkBytes = CHUNK_BYTES;  // of a slot of the ring
@@ -51,15 +60,24 @@ struct Pair {
 
 struct Params {
   std::uint64_t out, in;  // first: the launcher replaces them from call to call
+#if RAGGED
+  const std::int32_t *in_offset, *send, *out_offset, *recv;  // these too: [kWorld], in rows; out_offset: at the peer
+#endif
   Place place;
   std::uint64_t staging;  // offset in the window
   std::uint32_t digest;   // of op and dtype: equal on all ranks
   std::uint32_t copiers;
+#if RAGGED
+  std::uint64_t row_bytes;
+  std::int64_t in_rows, out_rows;
+#else
   Pair pairs[kWorld];
+#endif
 };
 
 // In a header: the bytes that its sender sends; the symmetric address of its output for that peer, or kOrdinary, in 48 bits;
-// and the bytes that it expects, in 48 more, so that no end stores or takes what the other hasn't got in mind.
+// and the bytes that it expects, in 48 more, so that no end stores or takes what the other hasn't got in mind. Ragged: instead
+// of the bytes sent, how many rows they are, and in 32 bits more, where these begin in the peer's output.
 
 // Staging of one rank. [s][c]: written by rank s's channel c unless it says mine.
 struct Staging {
@@ -130,6 +148,22 @@ __device__ __forceinline__ void store_unit(std::uint8_t* to, const uint4 (&v)[3]
   }
 }
 
+#if RAGGED
+__device__ inline bool lies_within(std::int64_t begin, std::int64_t rows, std::int64_t all) {
+  return begin >= 0 && rows >= 0 && begin <= all && rows <= all - begin;
+}
+
+// What this rank's lists say of p; where p's rows begin here, they don't.
+__device__ inline bool make_pair(const Params& a, std::uint32_t p, Pair& pair) {
+  const std::int64_t from = a.in_offset[p], send = a.send[p], there = a.out_offset[p], recv = a.recv[p];
+  const bool own = p == a.place.rank;
+  if (!lies_within(from, send, a.in_rows) || !lies_within(own ? there : 0, recv, a.out_rows) || there < 0) return false;
+  if (own && send != recv) return false;
+  pair = {from * a.row_bytes, own ? there * a.row_bytes : 0, send * a.row_bytes, recv * a.row_bytes};
+  return true;
+}
+#endif
+
 struct Exchange {
   const Params& a;
   Wait wait;
@@ -138,29 +172,71 @@ struct Exchange {
   volatile std::uint32_t* const stop;  // shared: a team's first thread has given up
   const std::uint32_t team, receives, channel,
       t;  // large pieces: this thread's team, what that does, and its place there
+#if RAGGED
+  Pair* const pairs;                   // shared by the block
+  volatile std::uint32_t* const lost;  // shared, too; [1]: a thread has given up before anything was received
+#endif
 
+  __device__ const Pair& pair(std::uint32_t p) const {
+#if RAGGED
+    return pairs[p];
+#else
+    return a.pairs[p];
+#endif
+  }
   __device__ Staging& staging(std::uint32_t r) const { return *a.place.at<Staging>(r, a.staging); }
-  __device__ std::uint8_t* in(std::uint32_t p) const { return reinterpret_cast<std::uint8_t*>(a.in + a.pairs[p].in); }
-  __device__ std::uint8_t* out(std::uint32_t p) const {
-    return reinterpret_cast<std::uint8_t*>(a.out + a.pairs[p].out);
-  }
+  __device__ std::uint8_t* in(std::uint32_t p) const { return reinterpret_cast<std::uint8_t*>(a.in + pair(p).in); }
+  __device__ std::uint8_t* out(std::uint32_t p) const { return reinterpret_cast<std::uint8_t*>(a.out + pair(p).out); }
   __device__ std::uint64_t address(std::uint32_t p) const {  // of the output for p's piece
-    const std::uint64_t offset = reinterpret_cast<std::uint64_t>(out(p)) - (a.place.base + rank * a.place.window);
-    return offset < a.place.window ? offset : kOrdinary;
+    if (kRagged) return kOrdinary;
+    return a.place.offset_of(reinterpret_cast<std::uint64_t>(out(p)), kOrdinary);
   }
+  __device__ std::uint64_t output(std::uint32_t p) const { return kRagged ? kOrdinary : outputs[p]; }  // at p, for mine
   __device__ static bool by_flags(std::uint64_t bytes) { return bytes <= kFlagBytes; }
 
   // Wait for p's header and hold it against this rank's call.
   __device__ void await_header(std::uint32_t p, bool measure) {
     const Header header = wait.await_header(p, epoch, a.digest, measure);
     const std::uint64_t to = high_half(header.more), expected = to >> 48 << 32 | header.more.y;
+#if RAGGED
+    if (wait.broken) return;
+    const std::int64_t rows = header.request.z, at = header.request.w;
+    if (rows * a.row_bytes != pairs[p].recv_bytes || expected != pairs[p].send_bytes ||
+        !lies_within(at, rows, a.out_rows))
+      wait.fail(kSplits, p);
+    pairs[p].out = at * a.row_bytes;
+#else
     outputs[p] = to & kOrdinary;
     if (wait.broken || a.digest == kRefusal) return;
-    if (high_half(header.request) != a.pairs[p].recv_bytes || expected != a.pairs[p].send_bytes) wait.fail(kSplits, p);
+    if (high_half(header.request) != pair(p).recv_bytes || expected != pair(p).send_bytes) wait.fail(kSplits, p);
+#endif
+  }
+
+#if RAGGED
+  // The whole block waits for every header. False: one hasn't come, or doesn't fit.
+  __device__ bool await_headers() {
+    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+      if (p != rank) await_header(p, block == 0);
+    if (wait.broken) lost[1] = 1;
+    __syncthreads();
+    return !lost[1];
+  }
+#endif
+
+  __device__ void send_headers() const {
+    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x) {  // also to itself: for messages
+      const std::uint64_t expected = pair(p).recv_bytes;
+#if RAGGED
+      const std::uint64_t first = std::uint32_t(a.send[p]) | std::uint64_t(std::uint32_t(a.out_offset[p])) << 32;
+#else
+      const std::uint64_t first = pair(p).send_bytes;
+#endif
+      a.place.send_header(p, epoch, a.digest, first, address(p) | expected >> 32 << 48, std::uint32_t(expected));
+    }
   }
 
   __device__ void send_packets(std::uint32_t p, std::uint32_t blocks) {
-    const std::uint64_t bytes = a.pairs[p].send_bytes;
+    const std::uint64_t bytes = pair(p).send_bytes;
     const std::uint32_t units = std::uint32_t(ceil_div(bytes, kUnit));
     uint4* slab = staging(p).slabs[rank][epoch % 2];
     for (std::uint32_t u = block * blockDim.x + threadIdx.x; u < units; u += blocks * blockDim.x) {
@@ -174,7 +250,7 @@ struct Exchange {
   }
 
   __device__ void receive_packets(std::uint32_t p, std::uint32_t blocks) {
-    const std::uint64_t bytes = a.pairs[p].recv_bytes;
+    const std::uint64_t bytes = pair(p).recv_bytes;
     const std::uint32_t units = std::uint32_t(ceil_div(bytes, kUnit));
     const uint4* slab = staging(rank).slabs[p][epoch % 2];
     for (std::uint32_t u = block * blockDim.x + threadIdx.x; u < units; u += blocks * blockDim.x) {
@@ -215,11 +291,11 @@ struct Exchange {
   }
 
   __device__ void send_direct(std::uint32_t p) {
-    const std::uint64_t bytes = a.pairs[p].send_bytes;
+    const std::uint64_t bytes = pair(p).send_bytes;
     if (channel >= channels(bytes)) return;
     for (std::uint32_t i = 0; i < tiles(bytes, kTileBytes, channel); i++) {
       const Tile tile = tile_of(bytes, kTileBytes, channel, i);
-      copy(a.place.at<std::uint8_t>(p, outputs[p] + tile.begin), in(p) + tile.begin, tile.bytes, t, kTeam);
+      copy(a.place.at<std::uint8_t>(p, output(p) + tile.begin), in(p) + tile.begin, tile.bytes, t, kTeam);
     }
     signal(&staging(p).done[rank][channel], epoch);
   }
@@ -227,14 +303,14 @@ struct Exchange {
   // Compared for equality: after more than 2^31 calls without a direct piece, an old epoch would seem to lie ahead.
   __device__ void await_direct(std::uint32_t p) {
     const std::uint32_t* word = &staging(rank).done[p][channel];
-    if (channel >= channels(a.pairs[p].recv_bytes)) return;
+    if (channel >= channels(pair(p).recv_bytes)) return;
     while (ptx::load_relaxed_sys(word) != epoch && again(p)) {
     }
     ptx::load_acquire_sys(word);
   }
 
   __device__ bool send_chunk(std::uint32_t p, std::uint32_t i) {
-    const Tile tile = tile_of(a.pairs[p].send_bytes, chunk_bytes(a.pairs[p].send_bytes), channel, i);
+    const Tile tile = tile_of(pair(p).send_bytes, chunk_bytes(pair(p).send_bytes), channel, i);
     const std::uint32_t n = staging(rank).sent[p][channel] + i;
     if (!await(&staging(rank).consumed[p][channel], n + 1 - kSlots, p)) return false;
     copy(staging(p).rings[rank][channel][n % kSlots], in(p) + tile.begin, tile.bytes, t, kTeam);
@@ -243,7 +319,7 @@ struct Exchange {
   }
 
   __device__ bool receive_chunk(std::uint32_t p, std::uint32_t i) {
-    const Tile tile = tile_of(a.pairs[p].recv_bytes, chunk_bytes(a.pairs[p].recv_bytes), channel, i);
+    const Tile tile = tile_of(pair(p).recv_bytes, chunk_bytes(pair(p).recv_bytes), channel, i);
     const std::uint32_t n = staging(rank).received[p][channel] + i;
     if (!await(&staging(rank).produced[p][channel], n + 1, p)) return false;
     copy(out(p) + tile.begin, staging(rank).rings[p][channel][n % kSlots], tile.bytes, t, kTeam);
@@ -253,8 +329,8 @@ struct Exchange {
 
   // Chunks of this channel that this team moves to or from p through a ring.
   __device__ std::uint32_t chunks(std::uint32_t p) const {
-    const std::uint64_t bytes = receives ? a.pairs[p].recv_bytes : a.pairs[p].send_bytes;
-    const bool staged = p != rank && !by_flags(bytes) && (receives ? address(p) : outputs[p]) == kOrdinary;
+    const std::uint64_t bytes = receives ? pair(p).recv_bytes : pair(p).send_bytes;
+    const bool staged = p != rank && !by_flags(bytes) && (receives ? address(p) : output(p)) == kOrdinary;
     return staged ? tiles(bytes, chunk_bytes(bytes), channel) : 0;
   }
 
@@ -276,43 +352,41 @@ struct Exchange {
     if (receives) {
       staged();
       for (std::uint32_t p = t; p < kWorld; p += kTeam)
-        if (p != rank && !by_flags(a.pairs[p].recv_bytes) && address(p) != kOrdinary) await_direct(p);
+        if (p != rank && !by_flags(pair(p).recv_bytes) && address(p) != kOrdinary) await_direct(p);
       return;
     }
-    for (std::uint32_t p = t; p < kWorld; p += kTeam)
+    for (std::uint32_t p = t; !kRagged && p < kWorld; p += kTeam)
       if (p != rank) await_header(p, block == 0 && team == 0);
     if (wait.broken) stop[team] = 1;
     barrier();
     if (stop[team]) return;
     for (std::uint32_t k = 1; k < kWorld; k++) {
       const std::uint32_t p = (rank + k) % kWorld;  // rotated: no rank is everybody's first
-      if (!by_flags(a.pairs[p].send_bytes) && outputs[p] != kOrdinary) send_direct(p);
+      if (!by_flags(pair(p).send_bytes) && output(p) != kOrdinary) send_direct(p);
     }
     staged();
   }
 
   template <bool kLarge>
   __device__ void run(std::uint32_t blocks) {
-    if (block == 0)
-      for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x) {  // also to itself: for messages
-        const std::uint64_t expected = a.pairs[p].recv_bytes;
-        a.place.send_header(p, epoch, a.digest, a.pairs[p].send_bytes, address(p) | expected >> 32 << 48,
-                            std::uint32_t(expected));
-      }
+    if (block == 0) send_headers();
     for (std::uint32_t k = 1; k < kWorld; k++) {
       const std::uint32_t p = (rank + k) % kWorld;
-      if (by_flags(a.pairs[p].send_bytes)) send_packets(p, blocks);
+      if (by_flags(pair(p).send_bytes)) send_packets(p, blocks);
     }
+#if RAGGED
+    if (!await_headers()) return;
+#endif
     if (!a.copiers && in(rank) != out(rank))
-      copy(out(rank), in(rank), a.pairs[rank].send_bytes, block * blockDim.x + threadIdx.x, blocks * blockDim.x);
+      copy(out(rank), in(rank), pair(rank).send_bytes, block * blockDim.x + threadIdx.x, blocks * blockDim.x);
     if constexpr (kLarge)
       large();
-    else if (block == 0)  // the last threads, which have no packets where there are few
+    else if (!kRagged && block == 0)  // the last threads, which have no packets where there are few
       for (std::uint32_t p = blockDim.x - 1 - threadIdx.x; p < kWorld; p += blockDim.x)
         if (p != rank) await_header(p, true);
     for (std::uint32_t k = 1; k < kWorld; k++) {
       const std::uint32_t p = (rank + kWorld - k) % kWorld;
-      if (by_flags(a.pairs[p].recv_bytes)) receive_packets(p, blocks);
+      if (by_flags(pair(p).recv_bytes)) receive_packets(p, blocks);
     }
   }
 };
@@ -328,9 +402,23 @@ __device__ void all_to_all_push(const Params& a) {
   __shared__ std::uint64_t outputs[kTeams][kWorld];
   __shared__ volatile std::uint32_t stop[2 * kTeams];
   const std::uint32_t rank = a.place.rank, blocks = gridDim.x - a.copiers;
+#if RAGGED
+  __shared__ Pair pairs[kWorld];
+  // [0]: the lists name rows that there aren't. [1]: a header hasn't come, or doesn't fit.
+  __shared__ volatile std::uint32_t lost[2];
+  if (threadIdx.x < 2) lost[threadIdx.x] = 0;
+  __syncthreads();
+  for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+    if (!make_pair(a, p, pairs[p])) lost[0] = 1;
+  __syncthreads();
+  const bool outside = lost[0];
+#else
+  const Pair* const pairs = a.pairs;
+  constexpr bool outside = false;
+#endif
   if (blockIdx.x >= blocks) {
-    const Pair& own = a.pairs[rank];
-    if (a.in + own.in != a.out + own.out)
+    const Pair& own = pairs[rank];
+    if (!outside && a.in + own.in != a.out + own.out)
       copy(reinterpret_cast<void*>(a.out + own.out), reinterpret_cast<const void*>(a.in + own.in), own.send_bytes,
            (blockIdx.x - blocks) * blockDim.x + threadIdx.x, a.copiers * blockDim.x);
     return;
@@ -352,8 +440,17 @@ __device__ void all_to_all_push(const Params& a) {
                     team,
                     team % 2,
                     blockIdx.x * kTeams + team / 2,
-                    threadIdx.x % kTeam};
-  exchange.run<kLarge>(blocks);
+                    threadIdx.x % kTeam
+#if RAGGED
+                    ,
+                    pairs,
+                    lost
+#endif
+  };
+  if (!outside)
+    exchange.run<kLarge>(blocks);
+  else if (blockIdx.x == 0 && threadIdx.x == 0)
+    exchange.wait.fail(kSplits, rank);
   __syncthreads();
   if (threadIdx.x == 0) epochs[blockIdx.x] = epoch;
   if (blockIdx.x == 0)

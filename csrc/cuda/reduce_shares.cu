@@ -314,8 +314,7 @@ struct Exchange {
 
 // The symmetric address of a tensor that all ranks may reach, in 16-byte accesses; else kOrdinary.
 __device__ inline std::uint64_t symmetric(const Params& a, std::uint64_t tensor) {
-  const std::uint64_t offset = tensor - (a.place.base + a.place.rank * a.place.window);
-  return offset < a.place.window && tensor % 16 == 0 && a.shares.each % 16 == 0 ? offset : kOrdinary;
+  return tensor % 16 == 0 && a.shares.each % 16 == 0 ? a.place.offset_of(tensor, kOrdinary) : kOrdinary;
 }
 
 // By all threads: everybody's header. False: something is wrong.
@@ -342,9 +341,9 @@ __device__ inline bool enter(const Params& a, std::uint32_t epoch, std::uint64_t
         ptx::load_acquire_sys(entered);
       }
     }
-    const std::uint64_t window = a.place.base + p * a.place.window;
-    ins[p] = theirs_in == kOrdinary ? 0 : window + theirs_in;
-    outs[p] = theirs_out == kOrdinary ? 0 : window + theirs_out;
+    const std::uint64_t memory = a.place.memory(p);
+    ins[p] = theirs_in == kOrdinary ? 0 : memory + theirs_in;
+    outs[p] = theirs_out == kOrdinary ? 0 : memory + theirs_out;
   }
   return !__syncthreads_or(wait.broken) && a.digest != kRefusal;
 }

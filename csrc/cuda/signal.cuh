@@ -1,7 +1,8 @@
 // What every kernel shares: where a rank's memory is mapped, the failure record, and waiting with a deadline.
 //
-// Each rank's symmetric memory is one window of address space; rank r's begins at `base + r * window` in every process, so
-// that an offset into it means the same to all. A window begins with the control block:
+// Each rank's symmetric memory is one window of address space, and an offset into it means the same to all ranks. Windows lie
+// in one row, rank r's at `base + r * window`, unless another library maps them (PEER_TABLE): then a table tells where each
+// lies. At the beginning of a window, or where the table says, is the control block:
 //   failure  the first failure, kept for good: cause 8 bits | who noticed 16 | which peer 16 | request 16.
 //            Written by whoever notices one, into every rank's window; a rank that finds it set does nothing any more.
 //   ok       1 until then, then 0: comm.ok
@@ -54,17 +55,35 @@ struct Control {
   Header headers[kMostRanks][2];
 };
 
+struct Mapped {
+  std::uint64_t memory, control;  // addresses
+};
+
 struct Place {
-  std::uint64_t base, window;  // rank r's memory begins at base + r * window
+  std::uint64_t base, window;  // see memory(); window: bytes
   std::uint64_t* host;
   std::uint64_t timeout_ns;
   std::uint32_t rank, text;  // text: which request this is, for messages
 
+#ifdef PEER_TABLE  // base: where the table lies, a row a rank
+  __device__ std::uint64_t memory(std::uint32_t r) const { return reinterpret_cast<const Mapped*>(base)[r].memory; }
+  __device__ Control* control(std::uint32_t r) const {
+    return reinterpret_cast<Control*>(reinterpret_cast<const Mapped*>(base)[r].control);
+  }
+#else
+  __device__ std::uint64_t memory(std::uint32_t r) const { return base + r * window; }
+  __device__ Control* control(std::uint32_t r) const { return at<Control>(r, 0); }
+#endif
+
   template <typename T>
   __device__ T* at(std::uint32_t r, std::uint64_t offset) const {
-    return reinterpret_cast<T*>(base + r * window + offset);
+    return reinterpret_cast<T*>(memory(r) + offset);
   }
-  __device__ Control* control(std::uint32_t r) const { return at<Control>(r, 0); }
+  // The offset that peers know this rank's address by, or `otherwise` where it isn't symmetric memory.
+  __device__ std::uint64_t offset_of(std::uint64_t address, std::uint64_t otherwise) const {
+    const std::uint64_t offset = address - memory(rank);
+    return offset < window ? offset : otherwise;
+  }
 
   __device__ void send_header(std::uint32_t to, std::uint32_t epoch, std::uint32_t digest, std::uint64_t first,
                               std::uint64_t second, std::uint32_t third = 0) const {
