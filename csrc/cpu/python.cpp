@@ -2,7 +2,7 @@
 //
 // ctypes takes longer to call C than the ranks take to exchange a cache line, and so does every attribute of a tensor that
 // Python looks up. Here are instead functions that CPython calls by itself (METH_FASTCALL), on tensors that they ask DLPack's
-// exchange table about: dtype, shape, strides, device and address at once. They know the call again, and make it.
+// exchange table about: dtype, shape, strides, device and address at once. They know the call again, and make it or submit it.
 //
 // A call is known by what its request to the library depends on: the collective, the reduction, the dtype, and the bytes of a
 // row (all-to-all) or the elements of the input (the others). All else may be new, also the splits of an all-to-all, which are
@@ -149,8 +149,8 @@ void clear(Prepared& prepared) {
   prepared.count = 0;
 }
 
-// Another thread may clear the table meanwhile, and close the context, which waits for its callers: `collective` has copied what it
-// needs of the table.
+// Another thread may clear the table meanwhile, and close the context, which waits for its callers: `collective` has copied
+// what it needs of the table.
 template <class Collective>
 void* run(a2a_context* context, const Collective& collective) {  // an int, or a ticket
   std::atomic<std::uint32_t>& callers = reinterpret_cast<a2a::Context*>(context)->callers;
