@@ -115,7 +115,9 @@ class FakeNvshmem:
         self.log.append(("init", pe, size))
         self.job, self.pe, self.size = self.machine.job(uid, size), pe, size
         for other, heap in enumerate(self.job.heaps):
-            maps = [mmap.mmap(-1, 4096 * (1 + other * (2 + pe))), mmap.mmap(heap, HEAP_BYTES)]  # at no regular distance
+            # At no regular distance: behind memory that is too large for gaps left elsewhere, and that nobody touches.
+            apart = mmap.mmap(-1, (1 + other * (2 + pe)) * HEAP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            maps = [apart, mmap.mmap(heap, HEAP_BYTES)]
             self.bases.append(ctypes.addressof(ctypes.c_char.from_buffer(maps[1])))
             self.machine.maps += maps
         self.status = self.started_as
