@@ -100,7 +100,7 @@ def test_bounds_move_every_byte_that_they_are_timed_for(tmp_path: Path) -> None:
 
     small, large = 4 << 10, 2 << 20
     assert ways("bound") == {
-        *((size, way) for size in (small, large) for way in ("flag", "copy", "staged", "read")),
+        *((size, way) for size in (small, large) for way in ("flag", "copy", "staged", "read", "used")),
         *((small, way) for way in ("push", "slot")),
     }
     assert ways("whole") == {(small, way) for way in ("push", "slot", "read")}
