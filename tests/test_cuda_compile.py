@@ -19,7 +19,7 @@ ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
 # have nothing in common.
 MOE = {
     "WORLD": 2, "TOP_K": 8, "HIDDEN": 7168, "DTYPE": 1, "WIRE": 0, "RANGES": 24, "CHUNKS": 7, "ROWS_WIRE": 0, "COMPACT": 0,
-    "DROP": 0, "WIDE_SUMS": 0, "TEAM": 512, "TILE_BYTES": 16384, "SPOTS": 8, "SUM_DEEP": 4,
+    "DROP": 0, "WIDE_SUMS": 0, "TEAM": 512, "TILE_BYTES": 16384, "SPOTS": 8, "SUM_DEEP": 4, "READY": 0,
 }  # fmt: skip
 MOES = [
     MOE,
@@ -28,6 +28,7 @@ MOES = [
         "COMPACT": 1,
     },
     MOE | {"WORLD": 8, "HIDDEN": 2880, "DTYPE": 2, "WIRE": 1, "ROWS_WIRE": 1, "DROP": 1, "WIDE_SUMS": 1},
+    MOE | {"READY": 128},
 ]  # fmt: skip
 REDUCTION = {"WORLD": 2, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "COLLECTIVE": 0, "TWO_SHOT": 0}
 # bfloat16 sums; a reduce-scatter of float64 averages; two shots of int8 maxima; an all-gather of bytes.
