@@ -59,7 +59,7 @@ def ready_step(
     ep: a2a.ExpertParallel, kernel: MakeRows, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
     late: int = 0, marks: bool = True, out: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Dispatch and combine with the kernel between them, whose experts hand on what they get, `late` cycles after it could."""
+    """Dispatch and combine with the kernel between them, whose experts hand on what they get; it is `late` by cycles."""
     rows, _, routing = ep.dispatch(x, ids, weights)
     ep.ready.start(kernel.stream)
     with torch.cuda.stream(kernel.stream):

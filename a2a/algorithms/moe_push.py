@@ -106,6 +106,7 @@ class PushExchange(MoeExchange):
     """The GPU kernels of one ExpertParallel."""
 
     plan_size: int
+    ready: PushReady | None
 
     def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
         self._comm, self._spec, self._lib = comm, spec, cuda.lib()
