@@ -115,7 +115,7 @@ MUTANTS = (
         "VISIBLE",
         EXPAND,
         "count_arrivals<kTiles>(m, stored, 1);",
-        "count_arrivals<kTiles>(m, stored ^ 8, 1);",
+        "count_arrivals<kTiles>(m, stored ^ 4, 1);",
         "ready",
     ),
     mutant(

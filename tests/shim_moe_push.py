@@ -293,7 +293,8 @@ LAYERS = {
         world_size=2, wire="mxfp8", rows="wire", layout="compact", hidden=264, dtype=F32, max_tokens=12
     ),
     # With ready flags: shim_moe_ready.py
-    "ready": Layer(world_size=3, chunks=4, max_tokens=30, max_rows=400, alignment=8, ready_rows=8, hidden=72),
+    "ready": Layer(chunks=3, max_tokens=12, max_rows=100, alignment=4, ready_rows=4, rounds=2),
+    "ready_chunks": Layer(world_size=3, chunks=4, max_tokens=30, max_rows=400, alignment=8, ready_rows=8, hidden=72),
     "ready_exact": Layer(ready_rows=3, rounds=4),
     "ready_compact": Layer(layout="compact", max_rows=60, overflow="drop", chunks=3, num_experts=12, ready_rows=5),
     "ready_wire": Layer(wire="mxfp8", rows="wire", hidden=264, dtype=F16, alignment=4, max_tokens=12, ready_rows=4),

@@ -83,6 +83,12 @@ def test_a_kernel_compiles(kernel: str, arch: str, tmp_path: Path, monkeypatch: 
         assert b"\0" + kernel.encode() in cubin
 
 
+def test_a_kernel_of_somebody_else_may_include_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_CACHE_DIR", str(tmp_path))
+    source = (Path(__file__).parent / "cuda_shim" / "make_rows.cu").read_text()
+    assert b"\0make_rows" in cuda.compile_cubin("make_rows", "sm_90", {}, source)
+
+
 def compile_small(cache: str) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("A2A_CACHE_DIR", cache)
