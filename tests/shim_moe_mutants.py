@@ -37,7 +37,7 @@ SEND, EXPAND, DOTS, SUM, SHARED, EXPANDS, SUMS, COUNTED, FLAGS, HOST = (
     "moe_push_sum.cuh",
     "moe_push_ready.cuh",
     "ready.cuh",
-    "moe_push.py",
+    "moe_push_order.py",
 )
 FAILED = "  if (has_failed(a.m)) return;\n  const Rows e(a);\n  e.dispatch_tiles("
 MUTANTS = (
@@ -154,8 +154,8 @@ MUTANTS = (
         "counts_not_awaited",
         "VISIBLE",
         HOST,
-        "[self._record(-1, stream)] if self.ready and counts else []",
-        "[self._record(-1, 0)] if self.ready and counts else []",
+        "RECORD, stream, self.ready.event",
+        "RECORD, 0, self.ready.event",
         "ready",
     ),
     mutant(
@@ -188,8 +188,8 @@ MUTANTS = (
         "passes_over_a_short_ring",
         "PROGRESS",
         HOST,
-        "return 1 if self._geometry.chunks == 1 or self._credits else _READY_PASSES",
-        "return _READY_PASSES",
+        "return 1 if self._geometry.chunks == 1 or self._credits else READY_PASSES",
+        "return READY_PASSES",
         "ready_ring",
     ),
     mutant(

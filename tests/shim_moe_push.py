@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from a2a.algorithms import moe_push, moe_push_geometry, moe_push_ready
+from a2a.algorithms import moe_push, moe_push_geometry, moe_push_order, moe_push_ready
 from a2a.algorithms.moe_base import Dispatched, Origins
 from moe_reference import Tokens
 from pool import PRELOADED
@@ -73,7 +74,7 @@ def set_up(layer: Layer) -> dict[str, int]:
     exchange._transport = SimpleNamespace(place=SimpleNamespace(device=None, arch="", context=0, host=0))
     with contextlib.suppress(_AskedError):
         exchange._load(0)
-    m.cuda = FakeCuda(asks.defines)
+    m.cuda = moe_push_ready.cuda = FakeCuda(asks.defines)  # type: ignore[assignment]
     return asks.defines
 
 
@@ -330,9 +331,12 @@ def _job(
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     host = [m for m in mutations if m.file.endswith(".py")]
-    for mutation in host:
-        source = Path(moe_push.__file__)
-        exec(compile(mutation.apply(source.read_text()), str(source), "exec"), moe_push.__dict__)
+    for module in (moe_push_order, moe_push) if host else ():
+        source = Path(module.__file__)
+        text = functools.reduce(
+            lambda text, m: m.apply(text) if m.file == source.name else text, host, source.read_text()
+        )
+        exec(compile(text, str(source), "exec"), module.__dict__)
     defines = set_up(layer)
     kernels = [m for m in mutations if m not in host]
     import shim_moe_ready  # which knows this module

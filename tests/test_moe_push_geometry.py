@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from a2a.algorithms import moe_push, moe_push_geometry
+from a2a.algorithms import moe_push_geometry, moe_push_order
 from a2a.algorithms.moe_base import MoeSpec
 from a2a.algorithms.moe_push import PushExchange
 from a2a.algorithms.moe_push_geometry import Geometry
@@ -48,7 +48,7 @@ def groups(spec: MoeSpec, world_size: int, weights: tuple[int, ...]) -> tuple[Ge
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("weights", [moe_push._SPREAD_GROUPS, moe_push._GATHER_GROUPS])
+@pytest.mark.parametrize("weights", [moe_push_order.SPREAD_GROUPS, moe_push_order.GATHER_GROUPS])
 def test_kernels_share_out_all_chunks_in_order(tokens: int, weights: tuple[int, ...]) -> None:
     """And none waits for a chunk that is sent only when one of its own has been taken."""
     for world_size in (2, 8, 64):

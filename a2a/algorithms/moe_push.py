@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from ctypes import c_uint32, c_void_p
+from ctypes import c_void_p
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -52,6 +52,7 @@ from a2a.algorithms.moe_push_geometry import (
     Geometry,
     round_up,
 )
+from a2a.algorithms.moe_push_order import PushOrder
 from a2a.algorithms.moe_push_ready import PushReady
 from a2a.errors import PeerTimeoutError
 from a2a.kernels import cpu, cuda, cuda_params
@@ -64,11 +65,6 @@ _TILE_BYTES = 1 << 10, 2 << 10, 16 << 10  # of a row that a warp moves by a bulk
 _FEW_TOKENS = 256
 _TILER_BYTES = 112 << 10  # of a block's tiles
 _SUM_DEEP, _SUM_BYTES = 4, 72 << 10  # vectors of a lane in a piece that a summing warp takes, at most; a block's pieces
-_READY_PASSES = (
-    4  # of a combine whose rows are marked as they are made: most of its sums travel beside the work on the rest
-)
-# How the chunks of a request are shared out among the kernels that work on them: the rest travels meanwhile.
-_SPREAD_GROUPS, _GATHER_GROUPS = (3, 2, 2), (2, 2, 2, 1)
 _PARTS = ("send", "expand", "dots", "sum")
 _DOT_THREADS, _DOT_SPOTS, _DOT_DEEP = 320, 10, 4  # moe_push_dots: a block's threads; a warp's pieces, and their size
 _MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
@@ -102,7 +98,7 @@ class MoePush(Moe):
         return PushExchange(comm, spec)
 
 
-class PushExchange(MoeExchange):
+class PushExchange(PushOrder, MoeExchange):
     """The GPU kernels of one ExpertParallel."""
 
     plan_size: int
@@ -118,15 +114,9 @@ class PushExchange(MoeExchange):
         most_local = max(spec.local_experts(rank) for rank in range(world))
         self._counts = transport.alloc(2 * world * (1 + g.starts + most_local) * 8, what)
         stage = transport.shared("moe_push", g.stage_bytes)
-        self.ready = PushReady(spec, comm, self._started) if spec.ready_rows else None
-        self.plan_size = (
-            2 * bool(self.ready)
-            + 2 * world * g.starts
-            + world
-            + 1
-            + 2 * most_local
-            + spec.max_tokens * world * (1 + spec.top_k)
-        )
+        self.ready = PushReady(spec, comm) if spec.ready_rows else None
+        starts, numbers = 2 * world * g.starts + world + 1, spec.max_tokens * world * (1 + spec.top_k)
+        self.plan_size = (2 if self.ready else 0) + starts + 2 * most_local + numbers
         homes, found = [], [0] * world
         for owner in spec.expert_to_rank:
             homes.append(owner << 16 | found[owner])
@@ -154,7 +144,7 @@ class PushExchange(MoeExchange):
             self.ready.place = self._m.place
         self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)
         self._tickets = itertools.count(1)
-        self._events = [cuda.event() for _ in range(g.chunks + 4)]
+        self._events = [cuda.event() for _ in range(g.chunks + 3)]
         self._sequences: dict[Any, tuple[Any, int]] = {}
         self._closed = False
         torch.cuda.synchronize(device)  # the workspace and homes are there before any stream uses them
@@ -219,17 +209,6 @@ class PushExchange(MoeExchange):
         )  # fmt: skip
         self._calls[name] = (call, values)
 
-    def _launch(self, name: str, stream: int, at: str = "", *patch: int) -> cuda.Step:
-        call, values = self._calls[name]
-        offset = getattr(type(values), at).offset if at else 0
-        return cuda.Step(cuda.Step.LAUNCH, stream, ctypes.addressof(call), offset, len(patch), (c_uint32 * 6)(*patch))
-
-    def _record(self, event: int, stream: int) -> cuda.Step:
-        return cuda.Step(cuda.Step.RECORD, stream, self._events[event])
-
-    def _wait(self, event: int, stream: int) -> cuda.Step:
-        return cuda.Step(cuda.Step.WAIT, stream, self._events[event])
-
     def _run(self, op: str, key: tuple[Any, ...], make: Any) -> None:
         """Launch the sequence `key`, which `make` lists once, on the current stream and the communicator's two others."""
         if key not in self._sequences:
@@ -240,94 +219,6 @@ class PushExchange(MoeExchange):
         result = self._lib.a2a_cuda_run(steps, count, streams)
         if result:
             self._comm.raise_failure(cpu.FAILED if result == cuda.FAILED else result, op)
-
-    # Streams: 0 the caller's, 1 gates, 2 what works behind them.
-
-    def _fork(self) -> list[cuda.Step]:
-        return [self._record(0, 0), self._wait(0, 1), self._wait(0, 2)]
-
-    def _groups(self, weights: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Chunks that one kernel works on: a kernel has its price, and few large ones keep up with the link."""
-        g = self._geometry
-        depth = g.ring // g.chunk_tokens
-        if depth < g.chunks:  # a chunk may travel when the one `depth` before it has been taken
-            ends = [*range(max(1, depth // 2), g.chunks, max(1, depth // 2)), g.chunks]
-        else:
-            ends = [-(-g.chunks * sum(weights[: i + 1]) // sum(weights)) for i in range(len(weights))]
-        return [(a, b) for a, b in itertools.pairwise([0, *ends]) if b > a]
-
-    @property
-    def _credits(self) -> int:
-        g = self._geometry
-        return int(g.ring // g.chunk_tokens < g.chunks)
-
-    def _behind_gates(self, worker: Any, weights: tuple[int, ...], signals: int, headers: bool) -> list[cuda.Step]:
-        """Gate after gate, and behind each the work on its chunks; then the caller's stream waits for the last."""
-        steps = []
-        for number, (first, end) in enumerate(self._groups(weights)):
-            steps.append(self._launch("gate", 1, "chunk", end - 1, signals, int(headers and number == 0)))
-            steps += [self._record(2 + number, 1), self._wait(2 + number, 2), worker(first, end)]
-        return [*steps, self._record(1, 2), self._wait(1, 0)]
-
-    def _spread(self, send: str, expand: str, counts: bool) -> tuple[list[cuda.Step], list[cuda.Step]]:
-        """What sends, up to the gate that knows where rows lie; and what makes rows of it."""
-        g = self._geometry
-        if g.chunks == 1:
-            gate = (
-                self._launch("gate_counts", 0, "signals", g.ranges)
-                if counts
-                else self._launch("gate", 0, "chunk", 0, g.ranges, 1)
-            )
-            return [self._launch(send, 0), gate, *self._say_started(0, counts)], [
-                self._launch(expand, 0, "first_chunk", 0, 1, 0, 1, 0, 1)
-            ]
-        first = [*self._fork(), self._launch(send, 0)]
-        if counts:
-            first += [self._launch("gate_counts", 1, "signals", 0), self._record(1, 1), self._wait(1, 2)]
-            first += self._say_started(1, counts)
-
-        def peers(first: int, end: int) -> cuda.Step:
-            return self._launch(expand, 2, "first_chunk", first, end, 0, 0, self._credits, int(end == g.chunks))
-
-        own = self._launch(expand, 2, "first_chunk", 0, 0, 0, g.chunks, 0, 0)
-        return first, [own, *self._behind_gates(peers, _SPREAD_GROUPS, g.ranges, not counts)]
-
-    def _say_started(self, stream: int, counts: bool) -> list[cuda.Step]:
-        """For who waits with `ready.start`."""
-        return [self._record(-1, stream)] if self.ready and counts else []
-
-    def _started(self, stream: int) -> None:
-        step = (cuda.Step * 1)(self._wait(-1, 0))
-        cuda.check(self._lib.a2a_cuda_run(step, 1, (c_void_p * 1)(stream)), "waiting for a dispatch's counts")
-
-    @property
-    def _passes(self) -> int:
-        """Of a combine whose rows are marked. A short ring is given back only when its chunks have been sent, in one."""
-        return 1 if self._geometry.chunks == 1 or self._credits else _READY_PASSES
-
-    def _sums(self, sum_: str, marked: bool) -> list[cuda.Step]:
-        if not marked:
-            return [self._launch(sum_, 0, "pass", 0, 0)]
-        steps = []
-        for number in range(self._passes):
-            which = number, self._passes
-            steps += [self._launch("gate_rows", 0, "pass", *which), self._launch(sum_, 0, "pass", *which)]
-        return steps
-
-    def _gather(self, sum_: str, finish: str, marked: bool = False) -> list[cuda.Step]:
-        g = self._geometry
-        if g.chunks == 1:
-            return [
-                *self._sums(sum_, marked),
-                self._launch("gate", 0, "chunk", 0, g.summers, 1),
-                self._launch(finish, 0, "first_chunk", 0, 1, 0, 1),
-            ]
-
-        def peers(first: int, end: int) -> cuda.Step:
-            return self._launch(finish, 2, "first_chunk", first, end, self._credits, int(end == g.chunks))
-
-        work = self._behind_gates(peers, _GATHER_GROUPS, g.summers, True)
-        return [*self._fork(), *self._sums(sum_, marked), *work]
 
     def _begin(self, op: str, num_tokens: int, plan: torch.Tensor) -> cuda_params.Moe:
         agree, text = self._asks[op]
@@ -493,7 +384,10 @@ class PushExchange(MoeExchange):
         if not self._closed:
             self._closed = True
             self._transport.release(self._counts)
-            self._transport.outlive(self._workspace, self._homes, *([self.ready.memory] if self.ready else []))
+            self._transport.outlive(self._workspace, self._homes)
+            if self.ready:
+                self._transport.outlive(self.ready.memory)
+                self._events.append(self.ready.close())
             for event in self._events:
                 self._lib.a2a_cuda_event_free(event)
 
