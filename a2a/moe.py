@@ -239,7 +239,7 @@ class ExpertParallel:
             in the order of their lowest ranks.
         Raises: as `dispatch`; MismatchError if the routing belongs to another dispatch.
         """
-        if torch.is_autocast_enabled(self.comm.device_type) and out_rows.dtype != self.spec.dtype:
+        if not ready and torch.is_autocast_enabled(self.comm.device_type) and out_rows.dtype != self.spec.dtype:
             out_rows = out_rows.to(self.spec.dtype)
         y: torch.Tensor = torch.ops.a2a.moe_combine(
             self._number, out_rows, routing.row_weights_R, *_origins(routing), apply_weights, ready

@@ -25,7 +25,7 @@ MOES = [
     MOE,
     MOE | {
         "WORLD": 72, "TOP_K": 32, "SPOTS": 32, "SUM_DEEP": 1, "HIDDEN": 1204, "DTYPE": 0, "WIRE": 2, "CHUNKS": 1,
-        "COMPACT": 1,
+        "COMPACT": 1, "READY": 100,
     },
     MOE | {"WORLD": 8, "HIDDEN": 2880, "DTYPE": 2, "WIRE": 1, "ROWS_WIRE": 1, "DROP": 1, "WIDE_SUMS": 1},
     MOE | {"READY": 128},

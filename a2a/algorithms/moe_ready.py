@@ -38,7 +38,8 @@ class ReadyFlags:
     Attributes:
         rows: of a word: `ready_rows`.
         arrived: int32 [W]. The rows of the word, padding included, and all that the routing says of them are here. Words
-            behind the last row become true too.
+            behind the last row become true too. With layout="compact": the tokens that `row_index_R` names for rows that
+            are no padding.
         sendable: int32 [W], stored by the kernel that makes `out_rows`, for `combine(..., ready=True)`.
         reserved_sms: a kernel that waits for `arrived` must have at most (SMs of the GPU - reserved_sms) blocks, so that
             those which bring rows find room; and it is launched before `combine(..., ready=True)` is called.

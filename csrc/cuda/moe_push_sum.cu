@@ -6,8 +6,8 @@
 //
 // Cost     1 step; scale-up bytes per rank: one row for each token of another rank that it holds rows of
 // Launch   blocks of kThreads with kSpots * kSpotBytes of shared memory a warp.  sum: the same grid on every rank, at most
-//          kMostBlocks, waits for nobody while the rings hold the request; it is the call's first kernel.  finish: any grid; the
-//          call's last one says so.
+//          kMostBlocks, waits for nobody while the rings hold the request; it is the call's first kernel, unless a gate of rows
+//          is.  finish: any grid; the call's last one says so.
 // Buffers  rows, weights, y private; slots symmetric; the plan of the dispatch
 // VISIBLE  W: all warps of a block store sums, then count themselves (acq_rel in the block); S: the last one stores `progress`
 //          (st.release.sys, cumulative).  A: the gate (ld.acquire.sys); R: finish, after it on its stream.
