@@ -37,7 +37,7 @@ else:
     from a2a.comm import Communicator, communicator
     from a2a.integrations import c10d_backend
     from a2a.integrations.patch import patched
-    from a2a.moe import ExpertParallel, Routing
+    from a2a.moe import ExpertParallel, ReadyFlags, Routing
     from a2a.ops import all_to_all, all_to_all_single
     from a2a.reductions import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
     from a2a.rms_norm import all_reduce_rms_norm
@@ -61,6 +61,7 @@ __all__ = [
     "InterruptedRankError",
     "MismatchError",
     "PeerTimeoutError",
+    "ReadyFlags",
     "Routing",
     "RowOverflowError",
     "Topology",

@@ -20,7 +20,7 @@ class PeerTimeoutError(A2AError):
         rank: the rank that gave up waiting (group rank).
         peer: the rank that was missing (group rank).
         op: the collective that was waiting.
-        cause: "timeout", "died" or "closed".
+        cause: "timeout", "died", "closed", or "not_ready": rank and peer are one, whose own kernels did not do their part.
     """
 
     def __init__(self, message: str, *, rank: int = -1, peer: int = -1, op: str = "", cause: str = "timeout") -> None:

@@ -41,10 +41,10 @@ import torch.distributed as dist
 
 from a2a import moe_ops
 from a2a.algorithms.moe_base import SCALE_DTYPE, Dispatched, Moe, MoeSpec, Origins
+from a2a.algorithms.moe_checks import ROW_MULTIPLE, checked, owners_of
+from a2a.algorithms.moe_ready import ReadyFlags
 from a2a.comm import Communicator, implicit
 from a2a.plan import Plan, choose
-
-_ROW_MULTIPLE = 16  # bytes
 
 
 class Routing(NamedTuple):
@@ -94,6 +94,8 @@ class ExpertParallel:
         expert_to_rank: E ranks, instead of contiguous blocks. A rank's experts are ordered by id.
         wire_combine: "float32" carries the ranks' partial sums unrounded.
         num_sms: on a GPU, the most SMs that may be used, at least 2; without meaning on a CPU.
+        ready_rows: n: ready flags, one for each n rows, by which kernels of yours start on rows that have arrived while
+            others travel, and `combine` on rows that have been made; see `ready`. A tile of a grouped product is a good n.
         comm: a Communicator to use instead of the group's own. Instances on one communicator share its staging and
             follow one another; for concurrent streams use two.
     Raises:
@@ -126,6 +128,7 @@ class ExpertParallel:
         expert_to_rank: Sequence[int] | torch.Tensor | None = None,
         wire_combine: str | None = None,
         num_sms: int | None = None,
+        ready_rows: int | None = None,
         comm: Communicator | None = None,
     ) -> None:
         if comm is None:
@@ -136,7 +139,7 @@ class ExpertParallel:
                 f"ExpertParallel: device={device}, but this group's ranks share memory of {comm.device_type}"
             )
         self.comm = comm
-        self.spec = _checked(
+        self.spec = checked(
             MoeSpec(
                 num_experts,
                 top_k,
@@ -149,14 +152,18 @@ class ExpertParallel:
                 wire,
                 rows,
                 layout,
-                _owners(expert_to_rank, num_experts, comm.world_size),
+                owners_of(expert_to_rank, num_experts, comm.world_size),
                 wire_combine,
                 num_sms,
+                ready_rows,
             )
         )
         self.plan: Plan = choose(self.spec.request(), comm)
         assert isinstance(self.plan.algorithm, Moe)
         self._exchange = self.plan.algorithm.open(comm, self.spec)
+        self._ready = self._exchange.ready
+        if self._ready is None and ready_rows is not None:
+            self._ready = ReadyFlags.of_cpu(self.spec, comm.rank, comm.world_size)
         with torch.inference_mode(False):
             self._anchor = torch.zeros((), device=comm.device, requires_grad=True) if rows == "dtype" else None
         self._number = moe_ops.register(self)
@@ -187,6 +194,8 @@ class ExpertParallel:
                 other ranks raise MismatchError.
             RowOverflowError: more than max_rows came to a rank, with overflow="raise". On all ranks.
             PeerTimeoutError: a peer died or is late. Names it.
+        Ready flags: on a GPU the current stream goes on when all rows are here, as without; a stream that `ready.start`
+            lets go on may begin with rows whose words say so.
         Cost: each row is written once; the host waits for the slowest peer's counts and rows.
         """
         x, scales = (x_TH[0], x_TH[1]) if isinstance(x_TH, (tuple, list)) else (x_TH, None)
@@ -209,13 +218,18 @@ class ExpertParallel:
         )
         return rows, out.rows_per_expert_L, routing
 
-    def combine(self, out_rows: torch.Tensor, routing: Routing, apply_weights: bool = True) -> torch.Tensor:
+    def combine(
+        self, out_rows: torch.Tensor, routing: Routing, apply_weights: bool = True, ready: bool = False
+    ) -> torch.Tensor:
         """Bring the experts' rows home and sum them. Collective.
 
         Args:
             out_rows: [R, H], one row for each row of the routing (expert-major in either layout), of the instance's dtype.
             routing: what the dispatch returned.
             apply_weights: multiply each row by `routing.row_weights_R`.
+            ready: the rows are still being made by a kernel that has been launched, and `ready.sendable` says which are
+                there; a rank's own affair. Rows that are made in ascending order are sent the earliest. They must all be
+                marked within the communicator's timeout. `out_rows` is contiguous, and 16-byte aligned.
         Returns: [T, H] on the rank that dispatched the tokens; 0 for a token without rows.
         Order: the rank that holds a token's experts sums the token's rows in expert order, then k, in float32: each product
             rounded, then added, starting from the first; and rounds once to the dtype (not at all with
@@ -225,10 +239,10 @@ class ExpertParallel:
             in the order of their lowest ranks.
         Raises: as `dispatch`; MismatchError if the routing belongs to another dispatch.
         """
-        if torch.is_autocast_enabled(self.comm.device_type) and out_rows.dtype != self.spec.dtype:
+        if not ready and torch.is_autocast_enabled(self.comm.device_type) and out_rows.dtype != self.spec.dtype:
             out_rows = out_rows.to(self.spec.dtype)
         y: torch.Tensor = torch.ops.a2a.moe_combine(
-            self._number, out_rows, routing.row_weights_R, *_origins(routing), apply_weights
+            self._number, out_rows, routing.row_weights_R, *_origins(routing), apply_weights, ready
         )
         return y
 
@@ -259,6 +273,17 @@ class ExpertParallel:
             self._number, grad_rows, grad_row_weights_R, *_origins(routing)
         )
         return grads
+
+    @property
+    def ready(self) -> ReadyFlags:
+        """The ready flags of an instance with `ready_rows`.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self._ready is None:
+            raise ValueError("ExpertParallel.ready: this instance has no ready flags; make it with ready_rows=n")
+        return self._ready
 
     def close(self) -> None:
         """Give the buffers back; they are used again once every rank has done so. Rows that were handed out stay valid."""
@@ -319,13 +344,31 @@ class ExpertParallel:
             self._exchange.refuse("dispatch", f"{type(error).__name__}: {error}")
             raise
 
-    def _run_combine(self, rows: torch.Tensor, weights: torch.Tensor | None, origins: Origins) -> torch.Tensor:
+    def _run_combine(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, origins: Origins, ready: bool
+    ) -> torch.Tensor:
         self._check_open("combine")
         num_rows = origins.row_rank_R.shape[0]
         with self._refusing("combine"):
             self._check_matrix("combine: out_rows", rows, num_rows, self.spec.hidden, self.spec.dtype)
             weights = None if weights is None else _check_weights("combine", weights, num_rows)
+            if ready:
+                self._check_marked(rows)
+        if ready:
+            return self._exchange.combine_marked(rows, weights, origins)
         return self._exchange.combine(rows.contiguous(), weights, origins)
+
+    def _check_marked(self, rows: torch.Tensor) -> None:
+        """They are read where they are made: a copy would be made too early."""
+        if self._ready is None:
+            raise ValueError(
+                "combine: ready=True needs an ExpertParallel with ready_rows=n; this one has no ready flags"
+            )
+        if not rows.is_contiguous() or rows.data_ptr() % ROW_MULTIPLE:
+            raise ValueError(
+                f"combine: ready=True needs out_rows that are contiguous and {ROW_MULTIPLE}-byte aligned; their strides are "
+                f"{list(rows.stride())} and their address is {rows.data_ptr():#x}"
+            )
 
     def _run_combine_backward(
         self, grad: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None, origins: Origins
@@ -408,63 +451,4 @@ def _check_weights(op: str, weights: torch.Tensor, rows: int) -> torch.Tensor:
     return weights.contiguous()
 
 
-def _owners(expert_to_rank: Sequence[int] | torch.Tensor | None, num_experts: int, world_size: int) -> tuple[int, ...]:
-    if expert_to_rank is None:
-        each, more = divmod(max(num_experts, 0), world_size)
-        return tuple(r for r in range(world_size) for _ in range(each + (r < more)))
-    values = expert_to_rank.tolist() if hasattr(expert_to_rank, "tolist") else expert_to_rank
-    owners = tuple(int(r) for r in values)
-    if len(owners) != num_experts:
-        raise ValueError(f"ExpertParallel: expert_to_rank has {len(owners)} entries; num_experts is {num_experts}")
-    for expert, rank in enumerate(owners):
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"ExpertParallel: expert_to_rank[{expert}] is {rank}; the group has ranks 0 to {world_size - 1}"
-            )
-    return owners
-
-
-def _checked(spec: MoeSpec) -> MoeSpec:
-    def one_of(name: str, allowed: tuple[Any, ...]) -> None:
-        if getattr(spec, name) not in allowed:
-            raise ValueError(f"ExpertParallel: {name}={getattr(spec, name)!r}; expected one of {list(allowed)}")
-
-    for name, low, high in (
-        ("num_experts", 1, 2**20),
-        ("top_k", 1, 32),
-        ("hidden", 1, 2**24),
-        ("max_tokens", 0, 2**30),
-        ("expert_alignment", 1, 2**20),
-    ):
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"ExpertParallel: {name} must be an integer; got {value!r}")
-        if not low <= value <= high:
-            raise ValueError(f"ExpertParallel: {name}={value}; expected {low} to {high}")
-    if spec.num_sms is not None and (
-        isinstance(spec.num_sms, bool) or not isinstance(spec.num_sms, int) or spec.num_sms < 2
-    ):
-        raise ValueError(f"ExpertParallel: num_sms={spec.num_sms!r}; expected None or at least 2")
-    if not isinstance(spec.dtype, torch.dtype) or spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"ExpertParallel: dtype={spec.dtype}; expected torch.bfloat16, float16 or float32")
-    if spec.row_bytes % _ROW_MULTIPLE:
-        each = _ROW_MULTIPLE // spec.dtype.itemsize
-        raise ValueError(
-            f"ExpertParallel: a row of hidden={spec.hidden} {spec.dtype} has {spec.row_bytes} bytes; it must be a "
-            f"multiple of {_ROW_MULTIPLE} bytes, so pad hidden to {-(-spec.hidden // each) * each}"
-        )
-    if spec.max_rows is not None and (
-        isinstance(spec.max_rows, bool) or not isinstance(spec.max_rows, int) or spec.max_rows < 0
-    ):
-        raise ValueError(f"ExpertParallel: max_rows={spec.max_rows!r}; expected None or a number of rows")
-    one_of("overflow", ("raise", "drop"))
-    one_of("wire", (None, "fp8", "mxfp8"))
-    one_of("rows", ("dtype", "wire"))
-    one_of("layout", ("expert", "compact"))
-    one_of("wire_combine", (None, "float32"))
-    if spec.rows == "wire" and spec.wire is None:
-        raise ValueError("ExpertParallel: rows='wire' hands out what travelled; it needs wire='fp8' or wire='mxfp8'")
-    return spec
-
-
-__all__ = ["ExpertParallel", "Routing"]
+__all__ = ["ExpertParallel", "ReadyFlags", "Routing"]

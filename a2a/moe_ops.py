@@ -39,7 +39,7 @@ _library.define(
 )
 _library.define(
     "moe_combine(int ep, Tensor rows, Tensor row_weights, Tensor row_rank, Tensor row_token, Tensor row_k, "
-    "Tensor row_index, Tensor ids, Tensor plan, bool apply_weights) -> Tensor"
+    "Tensor row_index, Tensor ids, Tensor plan, bool apply_weights, bool ready) -> Tensor"
 )
 _library.define(
     "moe_combine_backward(int ep, Tensor grad, Tensor? rows, Tensor? row_weights, Tensor row_rank, Tensor row_token, "
@@ -82,9 +82,9 @@ def _dispatch(
     return list(_instance(number)._run_dispatch(x, scales, topk_ids, topk_weights))
 
 
-def _combine(number: int, rows: torch.Tensor, row_weights: torch.Tensor, *origins_and_apply: Any) -> torch.Tensor:
-    *origins, apply_weights = origins_and_apply
-    return _instance(number)._run_combine(rows, row_weights if apply_weights else None, Origins(*origins))
+def _combine(number: int, rows: torch.Tensor, row_weights: torch.Tensor, *origins_and_flags: Any) -> torch.Tensor:
+    *origins, apply_weights, ready = origins_and_flags
+    return _instance(number)._run_combine(rows, row_weights if apply_weights else None, Origins(*origins), ready)
 
 
 def _combine_backward(
@@ -154,8 +154,8 @@ def _fake_dispatch(
     ]
 
 
-def _fake_combine(number: int, rows: torch.Tensor, row_weights: torch.Tensor, *origins_and_apply: Any) -> torch.Tensor:
-    spec, origins = _instance(number).spec, Origins(*origins_and_apply[:-1])
+def _fake_combine(number: int, rows: torch.Tensor, row_weights: torch.Tensor, *origins_and_flags: Any) -> torch.Tensor:
+    spec, origins = _instance(number).spec, Origins(*origins_and_flags[:-2])
     return rows.new_empty((origins.topk_ids_TK.shape[0], spec.hidden), dtype=spec.dtype)
 
 
@@ -224,7 +224,7 @@ def _dispatch_gradient(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[torc
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    number, rows, weights, *origins, apply_weights = inputs
+    number, rows, weights, *origins, apply_weights, _ = inputs
     ctx.ep, ctx.apply_weights = number, apply_weights
     dot = apply_weights and ctx.needs_input_grad[2]
     ctx.save_for_backward(rows if dot else None, weights if apply_weights else None, *origins)
@@ -233,7 +233,7 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 def _combine_gradient(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     rows, weights, *origins = ctx.saved_tensors
     grad_rows, grad_weights = torch.ops.a2a.moe_combine_backward(ctx.ep, grad, rows, weights, *origins)
-    return None, grad_rows, grad_weights, None, None, None, None, None, None, None
+    return None, grad_rows, grad_weights, *(None for _ in range(len(Origins._fields) + 2))
 
 
 def _once(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

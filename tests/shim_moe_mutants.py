@@ -27,13 +27,17 @@ def mutant(
     return MoeMutant(name, argument, Replacement(file, old, new), layer, scenario)
 
 
-SEND, EXPAND, DOTS, SUM, SHARED, HOST = (
+SEND, EXPAND, DOTS, SUM, SHARED, EXPANDS, SUMS, COUNTED, FLAGS, HOST = (
     "moe_push_send.cu",
     "moe_push_expand.cu",
     "moe_push_dots.cu",
     "moe_push_sum.cu",
     "moe_push.cuh",
-    "moe_push.py",
+    "moe_push_expand.cuh",
+    "moe_push_sum.cuh",
+    "moe_push_ready.cuh",
+    "ready.cuh",
+    "moe_push_order.py",
 )
 FAILED = "  if (has_failed(a.m)) return;\n  const Rows e(a);\n  e.dispatch_tiles("
 MUTANTS = (
@@ -96,6 +100,115 @@ MUTANTS = (
     ),
     mutant(
         "streams_do_not_follow", "VISIBLE", HOST, "self._wait(0, 1), self._wait(0, 2)]", "self._wait(0, 1)]", "chunks"
+    ),
+    # ready flags
+    mutant(
+        "arrived_before_it_is_stored",
+        "VISIBLE",
+        EXPAND,
+        "    if constexpr (kReadyFlags) ptx::bulk_wait();\n",
+        "",
+        "ready",
+    ),
+    mutant(
+        "another_rows_flag",
+        "VISIBLE",
+        EXPAND,
+        "count_arrivals<kTiles>(m, stored, 1);",
+        "count_arrivals<kTiles>(m, stored ^ 4, 1);",
+        "ready",
+    ),
+    mutant(
+        "arrived_relaxed",
+        "VISIBLE",
+        COUNTED,
+        "    ptx::store_release_gpu(ReadyAt::arrived(m) + word, ready_epoch(m));\n  }\n}\n\n// Words",
+        "    *const_cast<volatile std::uint32_t*>(ReadyAt::arrived(m) + word) = ready_epoch(m);\n  }\n}\n\n// Words",
+        "ready",
+    ),
+    mutant(
+        "counted_relaxed",
+        "VISIBLE",
+        COUNTED,
+        "ptx::add_acq_rel_gpu(counted, pieces)",
+        "atomicAdd(counted, pieces)",
+        "ready",
+    ),
+    mutant(
+        "an_older_epoch",
+        "VISIBLE",
+        COUNTED,
+        "std::int32_t(++*ReadyAt::serial(m))",
+        "std::int32_t((*ReadyAt::serial(m))++)",
+        "ready",
+    ),
+    mutant(
+        "epochs_are_not_signed",
+        "VISIBLE",
+        FLAGS,
+        "while (!reached(ptx::load_acquire_gpu(flags.arrived + word), epoch))",
+        "while (ptx::load_acquire_gpu(flags.arrived + word) < epoch)",
+        "ready",
+    ),
+    mutant(
+        "counts_not_awaited",
+        "VISIBLE",
+        HOST,
+        "RECORD, stream, self.ready.event",
+        "RECORD, 0, self.ready.event",
+        "ready",
+    ),
+    mutant(
+        "padding_is_not_counted",
+        "PROGRESS",
+        EXPANDS,
+        "count_arrivals<kPieces>(m, lane == 0",
+        "count_arrivals<kPieces>(m, lane == 33",
+        "ready",
+    ),
+    mutant("nothing_beyond", "PROGRESS", EXPANDS, "    if (kDispatch && kReadyFlags) arrive_beyond(m);\n", "", "ready"),
+    mutant(
+        "summed_before_it_is_marked",
+        "VISIBLE",
+        EXPAND,
+        "while (!reached(ptx::load_acquire_gpu(ReadyAt::sendable(m) + word), ready_epoch(m)) && wait",
+        "while (false && wait",
+        "ready",
+    ),
+    mutant("first_row_decides", "VISIBLE", SUMS, "rows ? 31 - __clz(rows) : 0", "rows ? __ffs(rows) - 1 : 0", "ready"),
+    mutant(
+        "every_pass_signals",
+        "VISIBLE",
+        SUM,
+        "const bool last_pass = !kReadyFlags || a.pass + 1 >= a.passes;",
+        "const bool last_pass = true;",
+        "ready",
+    ),
+    mutant(
+        "passes_over_a_short_ring",
+        "PROGRESS",
+        HOST,
+        "return 1 if self._geometry.chunks == 1 or self._credits else READY_PASSES",
+        "return READY_PASSES",
+        "ready_ring",
+    ),
+    mutant(
+        "waits_past_failures",
+        "FAILURE",
+        FLAGS,
+        "if (!wait.again_for_own()) return false;",
+        "wait.again_for_own();",
+        "ready",
+        "missing",
+    ),
+    mutant(
+        "unmarked_for_ever",
+        "FAILURE",
+        EXPAND,
+        "ready_epoch(m)) && wait.again_for_own()) {",
+        "ready_epoch(m))) {",
+        "ready",
+        "unmarked",
     ),
     # what is overwritten has been read
     mutant("ring_overrun", "REUSE", SEND, "mark(epoch, c - depth + 1)", "mark(epoch, c - depth)", "short_ring"),

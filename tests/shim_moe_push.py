@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -24,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from a2a.algorithms import moe_push
-from a2a.algorithms.moe_base import Origins
+from a2a.algorithms import moe_push, moe_push_geometry, moe_push_order, moe_push_ready
+from a2a.algorithms.moe_base import Dispatched, Origins
 from moe_reference import Tokens
 from pool import PRELOADED
 from shim_build import Replacement, library, located
@@ -37,7 +38,7 @@ SMALL = (
     *(Replacement(f"{name}.cu", "kDeep = 8", "kDeep = 2") for name in SOURCES[:2]),
     Replacement("moe_push_dots.cu", "kDeep = 4", "kDeep = 2"),
     Replacement("moe_push_dots.cu", "kDotThreads = 320", "kDotThreads = 64"),
-    Replacement("moe_push_sum.cu", "kThreads = 128", "kThreads = 64"),
+    Replacement("moe_push_sum.cuh", "kThreads = 128", "kThreads = 64"),
 )
 
 
@@ -52,14 +53,16 @@ def replacements(layer: Layer) -> tuple[Replacement, ...]:
 def set_up(layer: Layer) -> dict[str, int]:
     """Have a2a/algorithms/moe_push.py run on the machine, cut as this layer says. Returns its kernels' defines."""
     m: Any = moe_push
-    m.torch, m._TEAM, m._SENDERS, m._TILE_BYTES = FakeTorch(sms=2), layer.team, layer.senders, (64, 64, 128)
+    g: Any = moe_push_geometry
+    m.torch, m._TEAM, m._TILE_BYTES = FakeTorch(sms=2), layer.team, (64, 64, 128)
+    moe_push_ready.torch = m.torch
     m._SUM_DEEP, m._SUM_THREADS, m._DOT_DEEP, m._DOT_THREADS = 1, 64, 2, 64
     spec, world = layer.spec(), layer.world_size
-    m._CHUNK_BYTES = max(1, spec.max_tokens * spec.row_bytes // layer.chunks)
-    m._STAGING_BYTES = _STAGING_BYTES
+    g.SENDERS, g.STAGING_BYTES = layer.senders, _STAGING_BYTES
+    g.CHUNK_BYTES = max(1, spec.max_tokens * spec.row_bytes // layer.chunks)
     cut = _GEOMETRY_OF(spec, world)
     if layer.ring is not None:
-        m._STAGING_BYTES = 2 * cut.ranges * layer.ring * (cut.slot_bytes + cut.meta_bytes)
+        g.STAGING_BYTES = 2 * cut.ranges * layer.ring * (cut.slot_bytes + cut.meta_bytes)
     m.Geometry.of = staticmethod(lambda s, w: dataclasses.replace(_GEOMETRY_OF(s, w), summers=layer.summers))
     m.cuda = asks = _Asks()
     exchange: Any = object.__new__(moe_push.PushExchange)
@@ -71,11 +74,11 @@ def set_up(layer: Layer) -> dict[str, int]:
     exchange._transport = SimpleNamespace(place=SimpleNamespace(device=None, arch="", context=0, host=0))
     with contextlib.suppress(_AskedError):
         exchange._load(0)
-    m.cuda = FakeCuda(asks.defines)
+    m.cuda = moe_push_ready.cuda = FakeCuda(asks.defines)  # type: ignore[assignment]
     return asks.defines
 
 
-_GEOMETRY_OF, _STAGING_BYTES = moe_push.Geometry.of, moe_push._STAGING_BYTES
+_GEOMETRY_OF, _STAGING_BYTES = moe_push_geometry.Geometry.of, moe_push_geometry.STAGING_BYTES
 
 
 class _AskedError(Exception):
@@ -112,9 +115,10 @@ class Calls:
     def round(self, made: Round) -> dict[str, Tensor]:
         rank, me = self.rank, self.rank.rank
         tokens, (x, scales) = made.tokens[me], made.payloads[me]
-        out = self.exchange.dispatch(
-            rank.put(x), rank.put(scales), rank.put(tokens.topk_ids_TK), rank.put(tokens.topk_weights_TK)
-        )
+        given = [rank.put(t) for t in (x, scales, tokens.topk_ids_TK, tokens.topk_weights_TK)]
+        out = self.exchange.dispatch(*given)  # type: ignore[arg-type]
+        self.begun(made, out, given)
+        del given
         origins = Origins(out.row_rank_R, out.row_token_R, out.row_k_R, out.row_index_R, out.topk_ids_TK, out.plan)
         weights = out.row_weights_R
         answers = {"rows": out.rows, "rows_per_expert": out.rows_per_expert_L, "offsets": out.offsets_L,
@@ -127,12 +131,17 @@ class Calls:
             self.call(made, call, got)
         return got
 
+    def begun(self, made: Round, out: Dispatched, given: list[Tensor | None]) -> None:
+        """A dispatch has been asked for."""
+
+    def combine(self, made: Round, weights: Tensor | None, origins: Origins) -> Tensor:
+        return self.exchange.combine(self.rank.put(made.out_rows[self.rank.rank]), weights, origins)  # type: ignore[arg-type]
+
     def call(self, made: Round, call: str, got: dict[str, Tensor]) -> None:
         """One of those that follow a dispatch."""
         rank, me, (origins, weights) = self.rank, self.rank.rank, self.routing
         if call == "combine":
-            y = self.exchange.combine(rank.put(made.out_rows[me]), weights if made.weighted else None, origins)
-            got["y"] = rank.get(y)
+            got["y"] = rank.get(self.combine(made, weights if made.weighted else None, origins))
         elif call == "combine_backward":
             rows = rank.put(made.out_rows[me]) if made.variant == "dots" else None
             used = None if made.variant == "plain" else weights
@@ -284,6 +293,13 @@ LAYERS = {
     "mxfp8_rows": Layer(
         world_size=2, wire="mxfp8", rows="wire", layout="compact", hidden=264, dtype=F32, max_tokens=12
     ),
+    # With ready flags: shim_moe_ready.py
+    "ready": Layer(chunks=3, max_tokens=12, max_rows=100, alignment=4, ready_rows=4, rounds=2),
+    "ready_chunks": Layer(world_size=3, chunks=4, max_tokens=30, max_rows=400, alignment=8, ready_rows=8, hidden=72),
+    "ready_exact": Layer(ready_rows=3, rounds=4),
+    "ready_compact": Layer(layout="compact", max_rows=60, overflow="drop", chunks=3, num_experts=12, ready_rows=5),
+    "ready_wire": Layer(wire="mxfp8", rows="wire", hidden=264, dtype=F16, alignment=4, max_tokens=12, ready_rows=4),
+    "ready_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=14, num_experts=4, top_k=2, hidden=24, ready_rows=6),
 }
 
 FAILURES = [("one_chunk", how) for how in CAUSES if how != "overflow"]
@@ -293,6 +309,8 @@ FAILURES += [
     ("chunks", "refused"),
     ("chunks", "out_of_range"),
     ("overflows", "overflow"),
+    ("ready", "unmarked"),
+    ("ready", "missing"),
 ]
 
 
@@ -313,18 +331,25 @@ def _job(
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     host = [m for m in mutations if m.file.endswith(".py")]
-    for mutation in host:
-        source = Path(moe_push.__file__)
-        exec(compile(mutation.apply(source.read_text()), str(source), "exec"), moe_push.__dict__)
+    for module in (moe_push_order, moe_push) if host else ():
+        source = Path(module.__file__)
+        text = functools.reduce(
+            lambda text, m: m.apply(text) if m.file == source.name else text, host, source.read_text()
+        )
+        exec(compile(text, str(source), "exec"), module.__dict__)
     defines = set_up(layer)
     kernels = [m for m in mutations if m not in host]
-    path = library(folder, SOURCES, defines, (*replacements(layer), *kernels))
+    import shim_moe_ready  # which knows this module
+
+    names = SOURCES if layer.ready_rows is None else (*SOURCES, "make_rows")
+    path = library(folder, names, defines, (*replacements(layer), *kernels))
+    kind: Any = sys.modules[__name__] if layer.ready_rows is None else shim_moe_ready
     for seed in range(first, first + seeds):
         for scenario in scenarios:
             if scenario == "exchanges":
-                exchanges(layer, path, seed)
+                kind.exchanges(layer, path, seed)
             else:
-                failures(layer, path, seed, scenario)
+                kind.failures(layer, path, seed, scenario)
 
 
 def run(

@@ -45,6 +45,7 @@ class Layer:
     scale: float = 1.0
     rounds: int = 3
     only_dispatch: bool = False
+    ready_rows: int | None = None
 
     def spec(self) -> MoeSpec:
         owned = reference.experts_of_ranks(reference.Layer(self.world_size, self.num_experts, self.dtype))
@@ -52,7 +53,8 @@ class Layer:
         if self.scattered:
             owners = [e * 5 % self.world_size for e in range(self.num_experts)]
         return MoeSpec(self.num_experts, self.top_k, self.hidden, self.max_tokens, self.dtype, self.alignment, self.max_rows,
-                       self.overflow, self.wire, self.rows, self.layout, tuple(owners), self.wire_combine)  # fmt: skip
+                       self.overflow, self.wire, self.rows, self.layout, tuple(owners), self.wire_combine, None,
+                       self.ready_rows)  # fmt: skip
 
     def compact_rows(self) -> int:
         assert self.max_rows is not None

@@ -19,15 +19,16 @@ ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
 # have nothing in common.
 MOE = {
     "WORLD": 2, "TOP_K": 8, "HIDDEN": 7168, "DTYPE": 1, "WIRE": 0, "RANGES": 24, "CHUNKS": 7, "ROWS_WIRE": 0, "COMPACT": 0,
-    "DROP": 0, "WIDE_SUMS": 0, "TEAM": 512, "TILE_BYTES": 16384, "SPOTS": 8, "SUM_DEEP": 4,
+    "DROP": 0, "WIDE_SUMS": 0, "TEAM": 512, "TILE_BYTES": 16384, "SPOTS": 8, "SUM_DEEP": 4, "READY": 0,
 }  # fmt: skip
 MOES = [
     MOE,
     MOE | {
         "WORLD": 72, "TOP_K": 32, "SPOTS": 32, "SUM_DEEP": 1, "HIDDEN": 1204, "DTYPE": 0, "WIRE": 2, "CHUNKS": 1,
-        "COMPACT": 1,
+        "COMPACT": 1, "READY": 100,
     },
     MOE | {"WORLD": 8, "HIDDEN": 2880, "DTYPE": 2, "WIRE": 1, "ROWS_WIRE": 1, "DROP": 1, "WIDE_SUMS": 1},
+    MOE | {"READY": 128},
 ]  # fmt: skip
 REDUCTION = {"WORLD": 2, "FLAG_BYTES": 2 << 20, "CHUNK_BYTES": 64 << 10, "COLLECTIVE": 0, "TWO_SHOT": 0}
 # bfloat16 sums; a reduce-scatter of float64 averages; two shots of int8 maxima; an all-gather of bytes.
@@ -83,6 +84,12 @@ def test_a_kernel_compiles(kernel: str, arch: str, tmp_path: Path, monkeypatch: 
         cubin = cuda.compile_cubin(kernel, arch, defines)
         assert cubin.startswith(b"\x7fELF")
         assert b"\0" + kernel.encode() in cubin
+
+
+def test_a_kernel_of_somebody_else_may_include_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_CACHE_DIR", str(tmp_path))
+    source = (Path(__file__).parent / "cuda_shim" / "make_rows.cu").read_text()
+    assert b"\0make_rows" in cuda.compile_cubin("make_rows", "sm_90", {}, source)
 
 
 def compile_small(cache: str) -> bytes:

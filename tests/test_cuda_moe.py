@@ -92,11 +92,11 @@ def test_many_chunks_and_short_rings(world: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def run_in_small_rings(case: Case) -> Any:
-    from a2a.algorithms import moe_push
+    from a2a.algorithms import moe_push_geometry
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe_push, "_CHUNK_BYTES", 60 << 10)
-        patch.setattr(moe_push, "_STAGING_BYTES", 128 << 10)
+        patch.setattr(moe_push_geometry, "CHUNK_BYTES", 60 << 10)
+        patch.setattr(moe_push_geometry, "STAGING_BYTES", 128 << 10)
         return run_steps_on_gpus([case])[0]
 
 

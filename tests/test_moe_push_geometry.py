@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 
-from a2a.algorithms import moe_push
+from a2a.algorithms import moe_push_geometry, moe_push_order
 from a2a.algorithms.moe_base import MoeSpec
-from a2a.algorithms.moe_push import Geometry, PushExchange
+from a2a.algorithms.moe_push import PushExchange
+from a2a.algorithms.moe_push_geometry import Geometry
 
 BASE = MoeSpec(
     num_experts=256, top_k=8, hidden=7168, max_tokens=4096, dtype=torch.bfloat16, expert_alignment=1, max_rows=None,
@@ -29,15 +30,15 @@ def test_slots_fit_and_hold_two_chunks(world_size: int, wire_combine: str | None
         peers = max(world_size - 1, 1)
         slots = 2 * peers * g.ranges * g.ring * (g.slot_bytes + g.meta_bytes)
         assert slots < g.stage_bytes <= max(2 * slots, slots + (1 << 20))
-        assert g.stage_bytes <= moe_push._MOST_STAGING_BYTES + (64 << 20)
+        assert g.stage_bytes <= moe_push_geometry.MOST_STAGING_BYTES + (64 << 20)
         if world_size == 2:
             assert g.stage_bytes <= (256 << 20) + (1 << 20)
         assert g.chunk_tokens * g.chunks * g.ranges >= tokens
         assert g.ring >= 2 * g.chunk_tokens or g.ring >= g.chunk_tokens * g.chunks
         assert 1 <= g.ranges <= 32 and g.chunks >= 1
-        assert g.summers <= moe_push._MOST_BLOCKS
+        assert g.summers <= moe_push_geometry.MOST_BLOCKS
         if num_sms is not None:
-            assert g.senders + 1 <= num_sms and g.summers <= max(1, num_sms // 2) * moe_push._SUMS_A_SM
+            assert g.senders + 1 <= num_sms and g.summers <= max(1, num_sms // 2) * moe_push_geometry.SUMS_A_SM
 
 
 def groups(spec: MoeSpec, world_size: int, weights: tuple[int, ...]) -> tuple[Geometry, list[tuple[int, int]]]:
@@ -47,7 +48,7 @@ def groups(spec: MoeSpec, world_size: int, weights: tuple[int, ...]) -> tuple[Ge
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("weights", [moe_push._SPREAD_GROUPS, moe_push._GATHER_GROUPS])
+@pytest.mark.parametrize("weights", [moe_push_order.SPREAD_GROUPS, moe_push_order.GATHER_GROUPS])
 def test_kernels_share_out_all_chunks_in_order(tokens: int, weights: tuple[int, ...]) -> None:
     """And none waits for a chunk that is sent only when one of its own has been taken."""
     for world_size in (2, 8, 64):

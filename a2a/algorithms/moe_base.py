@@ -15,6 +15,7 @@ import torch
 from a2a.algorithms.base import Algorithm, Request
 
 if TYPE_CHECKING:
+    from a2a.algorithms.moe_ready import ReadyFlags
     from a2a.comm import Communicator
 
 # Dtype and Wire of the kernels, on CPUs and GPUs.
@@ -43,6 +44,7 @@ class MoeSpec:
     expert_to_rank: tuple[int, ...]
     wire_combine: str | None
     num_sms: int | None = None
+    ready_rows: int | None = None
 
     def local_experts(self, rank: int) -> int:
         """How many experts `rank` holds."""
@@ -60,6 +62,11 @@ class MoeSpec:
         if local == 0:
             return 0
         return world_size * self.max_tokens * self.top_k + local * (self.expert_alignment - 1)
+
+    def ready_words(self, rank: int, world_size: int) -> int:
+        """Ready flags of `rank`, one for each `ready_rows` rows that it can receive."""
+        assert self.ready_rows is not None
+        return max(1, -(-self.most_rows(rank, world_size) // self.ready_rows))
 
     def compact_rows(self, world_size: int) -> int:
         """Rows of a compact matrix with `max_rows`: a token that came has one, also if `overflow` drops all its rows."""
@@ -104,6 +111,7 @@ class MoeSpec:
             "layout": self.layout if self.layout != "expert" else None,
             "wire_combine": self.wire_combine,
             "num_sms": self.num_sms,
+            "ready_rows": self.ready_rows,
         }
         return text + "".join(f", {key}={value}" for key, value in rest.items() if value is not None) + ")"
 
@@ -182,9 +190,11 @@ class MoeExchange:
 
     Attributes:
         plan_size: int32 that a dispatch leaves in `Dispatched.plan` for the collectives that follow it; None: it varies.
+        ready: with `ready_rows`, its ready flags; None: they are always true.
     """
 
     plan_size: int | None = 0
+    ready: ReadyFlags | None = None
 
     @abstractmethod
     def dispatch(
@@ -199,6 +209,10 @@ class MoeExchange:
     @abstractmethod
     def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
         """Sum every token's rows, wherever they are, into [T, hidden] on the rank that owns the token."""
+
+    def combine_marked(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
+        """The same for rows that are still being made, as ready flags say: none are, where these are always true."""
+        return self.combine(rows_RH, weights_R, origins)
 
     @abstractmethod
     def combine_backward(

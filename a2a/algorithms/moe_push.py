@@ -12,6 +12,9 @@ Decisions:
   stream goes on when the third has ended. Small requests are one chunk and stay on the caller's stream.
 * **The number of chunks follows from `max_tokens`**, since all ranks must cut alike and nothing may be asked of them.
 * **The host waits only for the row count**, which a gate stores into pinned memory, and not at all with `max_rows`.
+* **With ready flags** (`ready_rows`) rows are counted as they are stored, and a combine whose rows are still being made sums
+  in passes: one block waits for the flags of a part of the rows, then all summers take the tokens that end there. Every
+  token chunk has rows of all experts, so waiting chunk by chunk would wait for the last expert at once.
 * **Slots come from one buffer a communicator**, the largest that an instance has needed; instances share it.
 
 Wins wherever GPUs reach each other's memory. `direct`, which would store rows where they belong, moves fewer bytes from
@@ -22,8 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from ctypes import c_uint32, c_void_p
-from dataclasses import dataclass
+from ctypes import c_void_p
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -40,27 +42,31 @@ from a2a.algorithms.moe_base import (
     Origins,
     routed_bytes,
 )
+from a2a.algorithms.moe_push_geometry import (
+    CHUNK_BYTES,
+    MOST_BLOCKS,
+    MOST_CHUNKS,
+    SENDERS,
+    SUMS_A_SM,
+    TEAMS,
+    Geometry,
+    round_up,
+)
+from a2a.algorithms.moe_push_order import PushOrder
+from a2a.algorithms.moe_push_ready import PushReady
 from a2a.errors import PeerTimeoutError
 from a2a.kernels import cpu, cuda, cuda_params
 
 if TYPE_CHECKING:
     from a2a.comm import Communicator
 
-_TEAM, _TEAMS, _MOST_BLOCKS, _EXPAND_THREADS, _SUM_THREADS = 512, 2, 256, 512, 128  # the kernels' own constants
+_TEAM, _EXPAND_THREADS, _SUM_THREADS = 512, 512, 128  # the kernels' own constants
 _TILE_BYTES = 1 << 10, 2 << 10, 16 << 10  # of a row that a warp moves by a bulk copy: small requests want many warps
 _FEW_TOKENS = 256
 _TILER_BYTES = 112 << 10  # of a block's tiles
 _SUM_DEEP, _SUM_BYTES = 4, 72 << 10  # vectors of a lane in a piece that a summing warp takes, at most; a block's pieces
-_SUMS_A_SM = 3  # blocks of a summing kernel that share an SM
-# SMs of a sending kernel, of a summing one: what fills the link and leaves SMs for the rest
-_SENDERS, _SUMMERS = 12, 56
-_CHUNK_BYTES = 8 << 20  # of tokens that a rank brings: long enough to hide a gate, short enough to overlap
-_MOST_CHUNKS = 60
-# How the chunks of a request are shared out among the kernels that work on them: the rest travels meanwhile.
-_SPREAD_GROUPS, _GATHER_GROUPS = (3, 2, 2), (2, 2, 2, 1)
 _PARTS = ("send", "expand", "dots", "sum")
 _DOT_THREADS, _DOT_SPOTS, _DOT_DEEP = 320, 10, 4  # moe_push_dots: a block's threads; a warp's pieces, and their size
-_STAGING_BYTES, _MOST_STAGING_BYTES = 256 << 20, 2 << 30  # for a peer, for all of them
 _MOST_EXPERTS, _PLANNER_BYTES = 8192, 72 << 10  # a team's counters lie in shared memory
 _NO_LIMIT = 0xFFFFFFFF
 
@@ -82,76 +88,21 @@ class MoePush(Moe):
         rows, distinct = routed_bytes(request, comm)
         remote = distinct * (comm.world_size - 1) // comm.world_size
         # Rows are expanded while others travel: the last chunk's expansion shows.
-        chunks = min(_MOST_CHUNKS, max(1, request.num_bytes // _CHUNK_BYTES))
+        chunks = min(MOST_CHUNKS, max(1, request.num_bytes // CHUNK_BYTES))
         launches, signals = Part("launch", times=len(_PARTS)), Part("signal", times=2)
         parts = (launches, signals, Part("push", remote), Part("copy", rows // chunks))
         copied = rows + distinct + remote
-        return Cost(steps=2, scale_up_bytes=remote, copied_bytes=copied, sms=_SENDERS, parts=parts)
+        return Cost(steps=2, scale_up_bytes=remote, copied_bytes=copied, sms=SENDERS, parts=parts)
 
     def open(self, comm: Communicator, spec: MoeSpec) -> MoeExchange:
         return PushExchange(comm, spec)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """How the calls of an instance are cut; the same on every rank. See csrc/cuda/moe_push.cuh."""
-
-    senders: int
-    summers: int
-    chunks: int
-    chunk_tokens: int  # the most of a range
-    ring: int
-    slot_bytes: int
-    meta_bytes: int
-    stage_bytes: int
-
-    @property
-    def ranges(self) -> int:
-        return self.senders * _TEAMS
-
-    @property
-    def starts(self) -> int:
-        return self.ranges * self.chunks + 1
-
-    @staticmethod
-    def of(spec: MoeSpec, world_size: int) -> Geometry:
-        senders = _SENDERS if spec.num_sms is None else max(1, min(_SENDERS, spec.num_sms // 5))
-        wire = _round(spec.hidden, 16) + _round(spec.scale_blocks * (4 if spec.wire == "fp8" else 1), 16)
-        sums = spec.hidden * 4 if spec.wide_sums else spec.row_bytes
-        slot = _round(max(wire if spec.wire else spec.row_bytes, sums), 128)
-        meta = 16 + 16 * spec.top_k
-        peers, ranges = max(world_size - 1, 1), senders * _TEAMS
-        most = max(1, min(_STAGING_BYTES * peers, _MOST_STAGING_BYTES) // 2 // (peers * ranges * (slot + meta)))
-        each = max(1, -(-spec.max_tokens // ranges))  # tokens of a range
-        chunks = max(1, min(_MOST_CHUNKS, round(spec.max_tokens * spec.row_bytes / _CHUNK_BYTES), each))
-        while 2 * -(-each // chunks) > most and -(-each // chunks) > 1:
-            chunks += 1  # two chunks must fit a ring
-        chunk_tokens = -(-each // chunks)
-        # With one chunk nothing goes on beside the sums.
-        sms = min(_MOST_BLOCKS // _SUMS_A_SM, _SUMMERS if chunks > 1 else 1 << 30, (spec.num_sms or 1 << 30) // 2)
-        summers = max(1, sms) * _SUMS_A_SM
-        ring = max(2, min(most, chunk_tokens * chunks))
-        stage = _round(8 * (world_size * _MOST_BLOCKS + world_size), 256)
-        return Geometry(
-            senders,
-            summers,
-            chunks,
-            chunk_tokens,
-            ring,
-            slot,
-            meta,
-            stage + 2 * peers * ranges * ring * (slot + meta) + 512,
-        )
-
-
-def _round(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-class PushExchange(MoeExchange):
+class PushExchange(PushOrder, MoeExchange):
     """The GPU kernels of one ExpertParallel."""
 
     plan_size: int
+    ready: PushReady | None
 
     def __init__(self, comm: Communicator, spec: MoeSpec) -> None:
         self._comm, self._spec, self._lib = comm, spec, cuda.lib()
@@ -163,7 +114,9 @@ class PushExchange(MoeExchange):
         most_local = max(spec.local_experts(rank) for rank in range(world))
         self._counts = transport.alloc(2 * world * (1 + g.starts + most_local) * 8, what)
         stage = transport.shared("moe_push", g.stage_bytes)
-        self.plan_size = 2 * world * g.starts + world + 1 + 2 * most_local + spec.max_tokens * world * (1 + spec.top_k)
+        self.ready = PushReady(spec, comm) if spec.ready_rows else None
+        starts, numbers = 2 * world * g.starts + world + 1, spec.max_tokens * world * (1 + spec.top_k)
+        self.plan_size = (2 if self.ready else 0) + starts + 2 * most_local + numbers
         homes, found = [], [0] * world
         for owner in spec.expert_to_rank:
             homes.append(owner << 16 | found[owner])
@@ -175,7 +128,7 @@ class PushExchange(MoeExchange):
         self._workspace = torch.zeros(words, dtype=torch.int32, device=device)
         self._load((planners + 2) * 4 * columns)
         place = transport.place
-        stage_words = _round(8 * (world * _MOST_BLOCKS + world), 256)
+        stage_words = round_up(8 * (world * MOST_BLOCKS + world), 256)
         half = (stage.num_bytes - stage_words) // 2 // 256 * 256
         self._m = cuda_params.Moe(
             place=cuda_params.Place(place.base, place.window, place.host, int(comm.timeout_s * 1e9), comm.rank, 0),
@@ -183,9 +136,12 @@ class PushExchange(MoeExchange):
             workspace=self._workspace.data_ptr(), homes=self._homes.data_ptr(), max_tokens=spec.max_tokens,
             experts=spec.num_experts, local_experts=self._local, most_local=most_local,
             alignment=spec.expert_alignment, ring=g.ring, planners=planners,
+            ready=self.ready.memory.data_ptr() if self.ready else 0, words=self.ready.words if self.ready else 0,
         )  # fmt: skip
         assert half >= max(world - 1, 1) * g.ranges * g.ring * (g.slot_bytes + g.meta_bytes)
         self._asks = spec.asks()
+        if self.ready:
+            self.ready.place = self._m.place
         self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)
         self._tickets = itertools.count(1)
         self._events = [cuda.event() for _ in range(g.chunks + 3)]
@@ -203,7 +159,7 @@ class PushExchange(MoeExchange):
             "WIRE": WIRE_CODE[spec.wire], "RANGES": g.ranges, "CHUNKS": g.chunks, "ROWS_WIRE": int(spec.rows == "wire"),
             "COMPACT": int(spec.layout == "compact"), "DROP": int(spec.overflow == "drop"),
             "WIDE_SUMS": int(spec.wide_sums), "TEAM": _TEAM, "TILE_BYTES": tile_bytes,
-            "SPOTS": max(8, spec.top_k),
+            "SPOTS": max(8, spec.top_k), "READY": spec.ready_rows or 0,
         }  # fmt: skip
         ring_bytes = (
             _SUM_THREADS // 32 * defines["SPOTS"] * 512 * (2 if spec.wide_sums else 1)
@@ -213,7 +169,7 @@ class PushExchange(MoeExchange):
         )
         sms = torch.cuda.get_device_properties(place.device).multi_processor_count
         most = sms if spec.num_sms is None else min(sms, spec.num_sms)
-        expanders, finishers = max(1, most - g.senders) * 2, most * _SUMS_A_SM
+        expanders, finishers = max(1, most - g.senders) * 2, most * SUMS_A_SM
         if g.chunks > 1:
             finishers = max(1, finishers - g.summers)
         self._calls: dict[str, tuple[cuda.Call, Any]] = {}
@@ -222,12 +178,12 @@ class PushExchange(MoeExchange):
             modules = dict(zip(_PARTS, parts, strict=True))
         quantised = ["_quantised"] if spec.wire else []
         for suffix in ["", "_gradient", *quantised]:
-            self._add(modules["send"], f"send{suffix}", cuda_params.Send, g.senders, _TEAM * _TEAMS,
-                      0 if suffix == "_gradient" else planner_bytes * _TEAMS)  # fmt: skip
+            self._add(modules["send"], f"send{suffix}", cuda_params.Send, g.senders, _TEAM * TEAMS,
+                      0 if suffix == "_gradient" else planner_bytes * TEAMS)  # fmt: skip
         for suffix in ["_gradient", "_gradient_weighted", *(["", *quantised] if spec.wire else [])]:
             self._add(modules["expand"], f"expand{suffix}", cuda_params.Expand, expanders, _EXPAND_THREADS)
         if not spec.wire:
-            tile = _round(-(-spec.row_bytes // -(-spec.row_bytes // tile_bytes)), 16)
+            tile = round_up(-(-spec.row_bytes // -(-spec.row_bytes // tile_bytes)), 16)
             tilers = min(16, _TILER_BYTES // tile)
             self._add(modules["expand"], "expand", cuda_params.Expand, expanders, 32 * tilers, tilers * tile)
         dot_bytes = _DOT_THREADS // 32 * _DOT_SPOTS * 512 * _DOT_DEEP
@@ -235,30 +191,23 @@ class PushExchange(MoeExchange):
         self._add(modules["expand"], "gate", cuda_params.Gate, 1, 1024)
         self._add(modules["expand"], "gate_counts", cuda_params.Counts, 1, 1024)
         self._add(modules["expand"], "refuse", cuda_params.Gate, 1, 128)
+        if spec.ready_rows:
+            self._add(modules["expand"], "gate_rows", cuda_params.RowsGate, 1, 1024)
         for suffix in ["", "_weighted"]:
             self._add(modules["sum"], f"sum{suffix}", cuda_params.Sum, g.summers, _SUM_THREADS, deep * ring_bytes)
             self._add(modules["sum"], f"finish{suffix}", cuda_params.Sum, finishers, _SUM_THREADS, deep * ring_bytes)
 
     def _add(self, module: Any, name: str, params: Any, grid: int, block: int, shared_bytes: int = 0) -> None:
         place, values = self._transport.place, params()
-        behind = not name.startswith(("send", "sum", "refuse"))
+        first = name.startswith(("send", "sum", "refuse", "gate_rows"))
+        # With ready flags there is an event between the gate of a dispatch and its rows.
+        behind = not first and not (self.ready and name in ("expand", "expand_quantised"))
         call = cuda.Call(
             function=module.function(f"moe_push_{name}", shared_bytes), context=place.context, failure=place.host,
             params=ctypes.addressof(values), params_bytes=ctypes.sizeof(values), grid=grid, block=block,
             shared_bytes=shared_bytes, programmatic=int(self._geometry.chunks == 1 and behind),
         )  # fmt: skip
         self._calls[name] = (call, values)
-
-    def _launch(self, name: str, stream: int, at: str = "", *patch: int) -> cuda.Step:
-        call, values = self._calls[name]
-        offset = getattr(type(values), at).offset if at else 0
-        return cuda.Step(cuda.Step.LAUNCH, stream, ctypes.addressof(call), offset, len(patch), (c_uint32 * 6)(*patch))
-
-    def _record(self, event: int, stream: int) -> cuda.Step:
-        return cuda.Step(cuda.Step.RECORD, stream, self._events[event])
-
-    def _wait(self, event: int, stream: int) -> cuda.Step:
-        return cuda.Step(cuda.Step.WAIT, stream, self._events[event])
 
     def _run(self, op: str, key: tuple[Any, ...], make: Any) -> None:
         """Launch the sequence `key`, which `make` lists once, on the current stream and the communicator's two others."""
@@ -270,69 +219,6 @@ class PushExchange(MoeExchange):
         result = self._lib.a2a_cuda_run(steps, count, streams)
         if result:
             self._comm.raise_failure(cpu.FAILED if result == cuda.FAILED else result, op)
-
-    # Streams: 0 the caller's, 1 gates, 2 what works behind them.
-
-    def _fork(self) -> list[cuda.Step]:
-        return [self._record(0, 0), self._wait(0, 1), self._wait(0, 2)]
-
-    def _groups(self, weights: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Chunks that one kernel works on: a kernel has its price, and few large ones keep up with the link."""
-        g = self._geometry
-        depth = g.ring // g.chunk_tokens
-        if depth < g.chunks:  # a chunk may travel when the one `depth` before it has been taken
-            ends = [*range(max(1, depth // 2), g.chunks, max(1, depth // 2)), g.chunks]
-        else:
-            ends = [-(-g.chunks * sum(weights[: i + 1]) // sum(weights)) for i in range(len(weights))]
-        return [(a, b) for a, b in itertools.pairwise([0, *ends]) if b > a]
-
-    @property
-    def _credits(self) -> int:
-        g = self._geometry
-        return int(g.ring // g.chunk_tokens < g.chunks)
-
-    def _behind_gates(self, worker: Any, weights: tuple[int, ...], signals: int, headers: bool) -> list[cuda.Step]:
-        """Gate after gate, and behind each the work on its chunks; then the caller's stream waits for the last."""
-        steps = []
-        for number, (first, end) in enumerate(self._groups(weights)):
-            steps.append(self._launch("gate", 1, "chunk", end - 1, signals, int(headers and number == 0)))
-            steps += [self._record(2 + number, 1), self._wait(2 + number, 2), worker(first, end)]
-        return [*steps, self._record(1, 2), self._wait(1, 0)]
-
-    def _spread(self, send: str, expand: str, counts: bool) -> tuple[list[cuda.Step], list[cuda.Step]]:
-        """What sends, up to the gate that knows where rows lie; and what makes rows of it."""
-        g = self._geometry
-        if g.chunks == 1:
-            gate = (
-                self._launch("gate_counts", 0, "signals", g.ranges)
-                if counts
-                else self._launch("gate", 0, "chunk", 0, g.ranges, 1)
-            )
-            return [self._launch(send, 0), gate], [self._launch(expand, 0, "first_chunk", 0, 1, 0, 1, 0, 1)]
-        first = [*self._fork(), self._launch(send, 0)]
-        if counts:
-            first += [self._launch("gate_counts", 1, "signals", 0), self._record(1, 1), self._wait(1, 2)]
-
-        def peers(first: int, end: int) -> cuda.Step:
-            return self._launch(expand, 2, "first_chunk", first, end, 0, 0, self._credits, int(end == g.chunks))
-
-        own = self._launch(expand, 2, "first_chunk", 0, 0, 0, g.chunks, 0, 0)
-        return first, [own, *self._behind_gates(peers, _SPREAD_GROUPS, g.ranges, not counts)]
-
-    def _gather(self, sum_: str, finish: str) -> list[cuda.Step]:
-        g = self._geometry
-        if g.chunks == 1:
-            return [
-                self._launch(sum_, 0),
-                self._launch("gate", 0, "chunk", 0, g.summers, 1),
-                self._launch(finish, 0, "first_chunk", 0, 1, 0, 1),
-            ]
-
-        def peers(first: int, end: int) -> cuda.Step:
-            return self._launch(finish, 2, "first_chunk", first, end, self._credits, int(end == g.chunks))
-
-        work = self._behind_gates(peers, _GATHER_GROUPS, g.summers, True)
-        return [*self._fork(), self._launch(sum_, 0), *work]
 
     def _begin(self, op: str, num_tokens: int, plan: torch.Tensor) -> cuda_params.Moe:
         agree, text = self._asks[op]
@@ -430,7 +316,14 @@ class PushExchange(MoeExchange):
         return Dispatched(rows, scales, counts, offsets, weights, rank, token, k, index, overflow, ids, plan)
 
     def combine(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
-        rows_RH = _aligned(rows_RH)
+        return self._combine(_aligned(rows_RH), weights_R, origins, False)
+
+    def combine_marked(self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins) -> torch.Tensor:
+        return self._combine(rows_RH, weights_R, origins, True)
+
+    def _combine(
+        self, rows_RH: torch.Tensor, weights_R: torch.Tensor | None, origins: Origins, marked: bool
+    ) -> torch.Tensor:
         suffix, num_tokens = "" if weights_R is None else "_weighted", origins.topk_ids_TK.shape[0]
         y = torch.empty(num_tokens, self._spec.hidden, dtype=self._spec.dtype, device=self._comm.device)
         m = self._begin("combine", num_tokens, origins.plan)
@@ -438,7 +331,10 @@ class PushExchange(MoeExchange):
             self._set(m, name, rows=rows_RH.data_ptr(), weights=_pointer(weights_R), row_grads=0, ids=0, y=y.data_ptr(),
                       weight_grads=0, compact=0, brings=0)  # fmt: skip
         self._set(m, "gate")
-        self._run("combine", ("combine", suffix), lambda: self._gather(f"sum{suffix}", f"finish{suffix}"))
+        if marked:
+            self._set(m, "gate_rows")
+        key = ("combine", suffix, marked)
+        self._run("combine", key, lambda: self._gather(f"sum{suffix}", f"finish{suffix}", marked))
         return y
 
     def combine_backward(
@@ -489,6 +385,9 @@ class PushExchange(MoeExchange):
             self._closed = True
             self._transport.release(self._counts)
             self._transport.outlive(self._workspace, self._homes)
+            if self.ready:
+                self._transport.outlive(self.ready.memory)
+                self._events.append(self.ready.close())
             for event in self._events:
                 self._lib.a2a_cuda_event_free(event)
 
@@ -502,4 +401,4 @@ def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-__all__ = ["Geometry", "MoePush", "PushExchange"]
+__all__ = ["MoePush", "PushExchange"]

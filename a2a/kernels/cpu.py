@@ -53,6 +53,7 @@ class Cause(IntEnum):
     REFUSED = 8
     UNREADABLE = 9
     OUT_OF_RANGE = 10
+    NOT_READY = 11
 
 
 InterruptedCallback = CFUNCTYPE(c_int)

@@ -135,8 +135,10 @@ def source_folder() -> Path:
     )
 
 
-def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
+def compile_cubin(name: str, arch: str, defines: Mapping[str, int], source: str | None = None) -> bytes:
     """The machine code of csrc/cuda/NAME.cu for `arch` ("sm_90"), from the cache if it is there.
+
+    `source`: another text in its place, which may include the headers there.
 
     Raises:
         UnsupportedError: a package or the sources are missing, or the compiler is too old; says what to do.
@@ -148,7 +150,8 @@ def compile_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     headers = {
         f"{part}/{p.name}": p.read_text() for part in ("common", "cuda") for p in sorted((folder / part).glob("*.*h"))
     }
-    source = (folder / "cuda" / f"{name}.cu").read_text()
+    if source is None:
+        source = (folder / "cuda" / f"{name}.cu").read_text()
     key = hashlib.sha256(repr((version, options, source, sorted(headers.items()), _HEADERS)).encode()).hexdigest()
     cached = cache_folder() / f"{name}-{arch}-{key}.cubin"
     try:
@@ -199,10 +202,11 @@ def event() -> int:
 class Module:
     """A cubin in the current CUDA context. Lives as long as the process: graphs may refer to its kernels at any time."""
 
-    def __init__(self, name: str, arch: str, defines: Mapping[str, int]) -> None:
+    def __init__(self, name: str, arch: str, defines: Mapping[str, int], source: str | None = None) -> None:
         self.name = name
         self._handle = c_void_p()
-        check(lib().a2a_cuda_load(compile_cubin(name, arch, defines), ctypes.byref(self._handle)), f"loading {name}.cu")
+        cubin = compile_cubin(name, arch, defines, source)
+        check(lib().a2a_cuda_load(cubin, ctypes.byref(self._handle)), f"loading {name}.cu")
 
     def function(self, name: str, shared_bytes: int = 0) -> int:
         """The handle of a kernel that may use so many bytes of dynamic shared memory."""

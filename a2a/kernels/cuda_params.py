@@ -23,7 +23,7 @@ class Moe(Structure):
 
     _fields_ = (
         ("place", Place),
-        *((name, c_uint64) for name in ("stage", "data", "half", "counts", "workspace", "plan", "homes")),
+        *((name, c_uint64) for name in ("stage", "data", "half", "counts", "workspace", "plan", "homes", "ready")),
         *(
             (name, c_uint32)
             for name in (
@@ -38,7 +38,18 @@ class Moe(Structure):
             )
         ),
         ("planners", c_uint32),
-        ("unused", c_uint32),
+        ("words", c_uint32),
+    )
+
+
+class ReadyFlags(Structure):
+    """`ReadyFlags` of ready.cuh."""
+
+    _fields_ = (
+        ("place", Place),
+        *((name, c_uint64) for name in ("arrived", "sendable", "parts", "epoch")),
+        ("world", c_uint32),
+        ("rows", c_uint32),
     )
 
 
@@ -49,6 +60,7 @@ def _params(name: str, pointers: str, words: str) -> type[Structure]:
 
 Send = _params("Send", "x x_scales ids weights ids_out", "ids_bytes unused")
 Gate = _params("Gate", "", "chunk signals headers unused")
+RowsGate = _params("RowsGate", "", "pass passes")
 Counts = _params("Counts", "offsets counts overflow host ticket", "capacity signals")
 Expand = _params(
     "Expand",
@@ -58,5 +70,5 @@ Expand = _params(
 Sum = _params(
     "Sum",
     "rows weights row_grads ids y weight_grads",
-    "compact compact_rows brings unused first_chunk end_chunk credits last",
+    "compact compact_rows brings pass passes first_chunk end_chunk credits last unused",
 )

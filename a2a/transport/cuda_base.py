@@ -275,11 +275,14 @@ class CudaTransport(Transport):
             f"for what it sends itself.",
             Cause.OVERFLOW: f"rank {by} received more rows than max_rows in {asked}; raise max_rows, or pass "
             f"overflow='drop'.",
+            Cause.NOT_READY: f"rank {by} waited {self.timeout_s:.1f} s in {asked} for its own ready flags: rows of "
+            f"combine(..., ready=True) that nothing marked, or rows of a dispatch whose kernels found no room. A kernel "
+            f"that waits or marks is launched before that combine, and leaves SMs (ReadyFlags.reserved_sms).",
             Cause.REFUSED: f"rank {who} refused its own call while rank {by} was in {asked}; rank {who}'s error says why.",
             Cause.OUT_OF_RANGE: f"rank {by} passed an expert id that is neither -1 nor one of the experts' to {asked}.",
         }
         told = messages.get(cause, f"cause {cause}, found by rank {by}.") + _BROKEN
-        if cause in (Cause.TIMEOUT, Cause.CLOSED):
+        if cause in (Cause.TIMEOUT, Cause.CLOSED, Cause.NOT_READY):
             name = Cause(cause).name.lower()
             raise PeerTimeoutError(told, rank=self.rank, peer=who, op=asked, cause=name)
         if cause == Cause.OVERFLOW:

@@ -23,6 +23,8 @@ namespace a2a {
 constexpr std::uint32_t kWorld = WORLD, kTopK = TOP_K, kHidden = HIDDEN, kDtype = DTYPE, kWire = WIRE;
 constexpr std::uint32_t kRanges = RANGES, kChunks = CHUNKS;
 constexpr bool kWireRows = ROWS_WIRE, kCompact = COMPACT, kDrop = DROP;
+constexpr bool kReadyFlags = READY > 0;                      // there are ready flags: see moe_push_ready.cuh
+constexpr std::uint32_t kReadyRows = READY ? READY : 1;      // rows of a flag
 constexpr bool kWideSums = WIDE_SUMS && kDtype != kFloat32;  // partial sums travel in float32
 
 constexpr std::uint32_t kTeam = TEAM,
@@ -72,8 +74,9 @@ __device__ constexpr bool has_reached(std::uint64_t seen, std::uint64_t wanted) 
 // int32 offsets into a plan, the tensor that a dispatch leaves for its combine and the backwards.
 struct PlanAt {
   static constexpr std::uint32_t kStarts = kRanges * kChunks + 1;
-  static constexpr std::uint32_t kTo = 0;                               // [rank][kStarts]: of my tokens there
-  static constexpr std::uint32_t kFrom = kTo + kWorld * kStarts;        // [rank][kStarts]: of its tokens here
+  static constexpr std::uint32_t kEpoch = 0, kRows = 1;           // with ready flags: its epoch, rows that are here
+  static constexpr std::uint32_t kTo = kReadyFlags ? 2 : 0;       // [rank][kStarts]: of my tokens there
+  static constexpr std::uint32_t kFrom = kTo + kWorld * kStarts;  // [rank][kStarts]: of its tokens here
   static constexpr std::uint32_t kDistinct = kFrom + kWorld * kStarts;  // [rank + 1]: tokens here of the ranks before
   static constexpr std::uint32_t kPadding = kDistinct + kWorld + 1;     // [local expert][2]: its rows of padding
 };
@@ -89,9 +92,10 @@ struct Moe {
   std::uint32_t* workspace;  // this instance's, private; see WorkspaceAt
   std::int32_t* plan;
   const std::uint32_t* homes;  // [expert]: rank << 16 | the expert's number there
+  std::uint32_t* ready;        // this instance's ready flags
   std::uint32_t digest, tokens, max_tokens, experts, local_experts, most_local, alignment, ring;
   std::uint32_t planners;  // warps of a team that count ids
-  std::uint32_t unused;
+  std::uint32_t words;     // ready flags of a kind
 
   __device__ std::uint32_t rank() const { return place.rank; }
   __device__ const Stage& stage_here() const { return *place.at<Stage>(rank(), stage); }
@@ -238,6 +242,13 @@ __device__ inline bool again(Wait& wait, const Moe& m, std::uint32_t epoch, std:
         return r;
     return blamed;
   });
+}
+
+// The first signal of a call that has no counts.
+__device__ inline void send_headers(const Moe& m) {
+  if (blockIdx.x == 0)
+    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
+      if (p != m.rank()) m.place.send_header(p, m.epoch(), m.digest, m.tokens, 0);
 }
 
 __device__ inline bool record_is_set(const Moe& m) {

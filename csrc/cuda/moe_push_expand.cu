@@ -8,10 +8,11 @@
 // Buffers  rows and all that describes them private; slots symmetric
 // VISIBLE  see moe_push_send.cu: a gate acquires every sender's `progress` (counts carry their own marks), and its end precedes
 //          the next kernel's loads.  Own tokens are expanded behind a gate that has acquired this rank's own `progress`.
+//          Rows that have arrived, and rows that may be sent: see ready.cuh.
 // REUSE    slots and counts: see moe_push_send.cu.  `consumed` is stored by the last block of a chunk's kernel (release), when
 //          all blocks have read (acq_rel on `done`).
 // PROGRESS gates wait for signals that senders give without waiting for gates, except where a ring is short: then for
-//          `consumed` of an earlier chunk, whose gate and kernel wait for no later one.
+//          `consumed` of an earlier chunk, whose gate and kernel wait for no later one.  gate_rows: for whoever makes the rows.
 // FAILURE  as in signal.cuh: kernels behind a gate look at the record first, and leave.
 //
 // In a request of one chunk the three kernels follow each other on one stream as programmatic launches: a gate starts while
@@ -42,6 +43,11 @@ struct Counts {
   std::uint64_t ticket;
   std::uint32_t capacity;  // rows that the outputs hold
   std::uint32_t signals;   // not 0: as in Gate, all chunks of all sources must be there, too
+};
+
+struct RowsGate {
+  Moe m;
+  std::uint32_t pass, passes;
 };
 
 __device__ inline void await_mark(Wait& wait, const Moe& m, const std::uint64_t* word, std::uint64_t wanted,
@@ -136,12 +142,21 @@ __device__ inline void place_rows(const Counts& a) {
   }
   m.plan[PlanAt::kDistinct + kWorld] = distinct;
   *a.overflow = std::int32_t(dropped);
+  if (kReadyFlags) begin_arrivals(m, padded_before < a.capacity ? padded_before : a.capacity);
   if (!kDrop && padded_before > a.capacity) Wait(m.place, kWorld).fail(kOverflow, m.rank());
   if (!a.host) return;
   ptx::store_relaxed_sys(a.host + 1, padded_before);
   ptx::store_relaxed_sys(a.host + 2, true_rows);
   ptx::store_relaxed_sys(a.host + 3, std::uint64_t(distinct));
   ptx::store_release_sys(a.host, a.ticket);
+}
+
+// After a failure there are no rows, whatever lay in the outputs: what follows on the stream reads them.
+__device__ inline void place_nothing(const Counts& a) {
+  for (std::uint32_t l = threadIdx.x; l < a.m.local_experts; l += blockDim.x) a.offsets[l] = a.counts[l] = 0;
+  if (threadIdx.x) return;
+  *a.overflow = 0;
+  if (kReadyFlags) begin_arrivals(a.m, 0);
 }
 
 // ---------------------------------------------------------------- rows
@@ -209,11 +224,13 @@ struct Rows : Expander {
         got.store(piece, a, __shfl_sync(kFull, row, __ffs(left) - 1));
     }
     if (number == 0) describe(s, token, u, e, row);
+    count_arrivals<P::kCount>(m, row, 1);
   }
 
-  // The same for a tile that is on its way into shared memory.
+  // The same for a tile that is on its way into shared memory. `stored`: the lane's row of the tile before, which has arrived when
+  // its store is over, and likely is by the time that this one is here.
   __device__ void put_tile(Tile& tile, std::uint32_t number, std::uint32_t s, std::uint32_t token, std::uint32_t u,
-                           const Entry& e) const {
+                           const Entry& e, std::int32_t& stored) const {
     const std::int32_t row = row_of(e, s);
     std::int64_t to = row;
     if (kCompact) {
@@ -221,23 +238,31 @@ struct Rows : Expander {
       to = lane == 0 && compact < a.compact_capacity ? std::int64_t(compact) : -1;
     }
     tile.await();
+    arrive(stored);
     if (to >= 0) tile.store(a.rows + to * kRowBytes, number);
     if (number == 0) describe(s, token, u, e, row);
     tile.release();
+    stored = row;
+  }
+  __device__ void arrive(std::int32_t stored) const {
+    if constexpr (kReadyFlags) ptx::bulk_wait();
+    count_arrivals<kTiles>(m, stored, 1);
   }
 
   __device__ void dispatch_tiles(Tile tile) const {
+    std::int32_t stored = -1;
     own(kTiles, [&](std::uint32_t token, std::uint32_t number, std::uint32_t u) {
       tile.load(a.x + std::uint64_t(token) * kRowBytes, number, lane);
-      put_tile(tile, number, m.rank(), token, u, entry_of_own(token));
+      put_tile(tile, number, m.rank(), token, u, entry_of_own(token), stored);
     });
-    padding<true>();
+    padding<true, kTiles>();
     peers(kTiles, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
       tile.load(m.slot(m.rank(), slot, epoch), number, lane);
       const Meta& meta = m.meta(m.rank(), slot, epoch);
-      put_tile(tile, number, s, meta.token, u, entry_of_slot(meta));
+      put_tile(tile, number, s, meta.token, u, entry_of_slot(meta), stored);
     });
     ptx::bulk_wait();
+    arrive(stored);
   }
 
   template <bool kReady>
@@ -248,7 +273,7 @@ struct Rows : Expander {
       load<kReady>(got, piece, token);
       put(got, piece, number, m.rank(), token, u, entry_of_own(token));
     });
-    padding<true>();
+    padding<true, P::kCount>();
     peers(P::kCount, [&](std::uint32_t number, std::uint32_t s, std::uint32_t u, std::uint64_t slot) {
       const P piece(number, lane);
       Got<kWireRows> got;
@@ -321,7 +346,10 @@ extern "C" __global__ void __launch_bounds__(1024) moe_push_gate_counts(const __
   const std::uint32_t epoch = a.m.epoch();
   const bool all = await_counts(a.m, epoch, a.signals);
   ptx::launch_next();
-  if (all) place_rows(a);
+  if (all)
+    place_rows(a);
+  else
+    place_nothing(a);
   ptx::await_previous();
 }
 
@@ -333,6 +361,21 @@ extern "C" __global__ void moe_push_refuse(const __grid_constant__ Gate a) {
   __syncthreads();
   end_call(a.m, epoch);
 }
+
+#if READY
+// Of a combine whose rows are marked as they are made: those of one pass may be sent. The call's first kernel, and one before each
+// of its sums.
+extern "C" __global__ void __launch_bounds__(1024) moe_push_gate_rows(const __grid_constant__ RowsGate a) {
+  const Moe& m = a.m;
+  if (a.pass == 0) send_headers(m);
+  if (has_failed(m)) return;  // the plan, too
+  Wait wait(m.place, kWorld);
+  const Pass pass(m, a.pass, a.passes);
+  for (std::uint32_t word = pass.first + threadIdx.x; word < pass.end; word += blockDim.x)
+    while (!reached(ptx::load_acquire_gpu(ReadyAt::sendable(m) + word), ready_epoch(m)) && wait.again_for_own()) {
+    }
+}
+#endif
 
 #if WIRE
 extern "C" __global__ void __launch_bounds__(512) moe_push_expand(const __grid_constant__ Expand a) {

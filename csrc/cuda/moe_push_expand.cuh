@@ -2,6 +2,7 @@
 // vectors of a lane in a piece, is the including kernel's.
 #pragma once
 #include "moe_push.cuh"
+#include "moe_push_ready.cuh"
 
 namespace a2a {
 
@@ -137,8 +138,8 @@ struct Expander {
     }
   }
 
-  // Rows that no token fills: zero.
-  template <bool kDispatch>
+  // Rows that no token fills: zero. kPieces: of a row, where arrivals are counted.
+  template <bool kDispatch, std::uint32_t kPieces = 1>
   __device__ void padding() const {
     if (a.own_first || !a.own_end) return;
     const std::uint32_t most = m.alignment - 1;
@@ -147,15 +148,16 @@ struct Expander {
       const std::uint32_t row = of_expert[0] + item % most;
       if (row >= std::uint32_t(of_expert[1]) || row >= a.capacity) continue;
       if (!(kDispatch && kCompact)) zero<kDispatch && kWireRows>(row);
-      if (lane) continue;
-      if (kDispatch) {
+      if (kDispatch && lane == 0) {
         a.weights[row] = 0;
         a.rank[row] = a.token[row] = a.k[row] = -1;
         if (kCompact) a.index[row] = 0;
-      } else if (a.grad_weights) {
+      } else if (lane == 0 && a.grad_weights) {
         a.grad_weights[row] = 0;
       }
+      if (kDispatch) count_arrivals<kPieces>(m, lane == 0 ? std::int32_t(row) : -1, kPieces);
     }
+    if (kDispatch && kReadyFlags) arrive_beyond(m);
   }
   template <bool kKeep>
   __device__ void zero(std::uint32_t row) const {

@@ -6,144 +6,19 @@
 //
 // Cost     1 step; scale-up bytes per rank: one row for each token of another rank that it holds rows of
 // Launch   blocks of kThreads with kSpots * kSpotBytes of shared memory a warp.  sum: the same grid on every rank, at most
-//          kMostBlocks, waits for nobody while the rings hold the request; it is the call's first kernel.  finish: any grid; the
-//          call's last one says so.
+//          kMostBlocks, waits for nobody while the rings hold the request; it is the call's first kernel, unless a gate of rows
+//          is.  finish: any grid; the call's last one says so.
 // Buffers  rows, weights, y private; slots symmetric; the plan of the dispatch
 // VISIBLE  W: all warps of a block store sums, then count themselves (acq_rel in the block); S: the last one stores `progress`
 //          (st.release.sys, cumulative).  A: the gate (ld.acquire.sys); R: finish, after it on its stream.
+//          Rows that are marked as they are made (ready.cuh) are summed in passes, each behind a gate of moe_push_expand.cu; the
+//          last pass signals, and finish adds own rows only behind that.
 // REUSE    as in moe_push_send.cu, with owners in the place of receivers.
 // PROGRESS sum waits for `consumed` only where a ring is smaller than the request, and then for a chunk that it has signalled.
 // FAILURE  as in signal.cuh; finish leaves when it sees the record.
-#include "moe_push.cuh"
+#include "moe_push_sum.cuh"
 
 namespace a2a {
-
-constexpr std::uint32_t kDeep = SUM_DEEP;  // vectors of a lane in a piece: few cost more looking up than adding
-using P = Piece<kDeep>;
-constexpr std::uint32_t kThreads = 128, kWarps = kThreads / 32;  // of a block; three share an SM
-constexpr std::uint32_t kPieceBytes = P::kSize * 16;             // of a row
-constexpr std::uint32_t kSpotBytes = kPieceBytes * (kWideSums ? 2 : 1);
-constexpr std::uint32_t kSpots = SPOTS;  // a warp's ring of pieces on their way
-static_assert(kSpots >= kTopK, "an item takes as many");
-constexpr std::uint32_t kAhead = 2;  // items of a warp on their way
-
-struct Sum {
-  Moe m;
-  const std::uint8_t* rows;
-  const float* weights;                  // [row], or null
-  const float* row_grads;                // [row]: dispatch's backward, where it brings the gradient of the weights
-  const std::int32_t* ids;               // [token][k], the same
-  std::uint8_t* y;                       // finish: [token][kHidden]
-  float* weight_grads;                   // finish: [token][k], the same
-  std::uint32_t compact, compact_rows;   // not 0: there is one row a token, by its number; so many
-  std::uint32_t brings, unused;          // not 0: row_grads go back to the top-k; they may be none here, and no pointer
-  std::uint32_t first_chunk, end_chunk;  // finish: of which tokens
-  std::uint32_t credits, last;           // finish: as moe_push_expand's
-};
-
-// What travels in a slot's Meta: rows that are left of the token (where rows may be dropped), and a float for each.
-struct Back {
-  std::uint32_t rows, unused[3];
-  float grads[kTopK];
-};
-
-// A piece of a sum in float32. kFirst: the first term, which is taken as it is.
-struct Part {
-  float f[kDeep][kColumns];
-
-  __device__ void add(const Part& other) {
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++)
-#pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) f[k][i] = __fadd_rn(f[k][i], other.f[k][i]);
-  }
-  // From shared memory, which holds the lanes' vectors of a piece side by side: a row, or what another rank has sent.
-  template <bool kFirst, bool kWeighted>
-  __device__ void add_row(std::uint32_t lane, const std::uint8_t* spot, float weight) {
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) {
-      float g[kColumns];
-      Vec::split(g, reinterpret_cast<const uint4*>(spot)[k * 32 + lane]);
-#pragma unroll
-      for (std::uint32_t i = 0; i < kColumns; i++) {
-        const float term = kWeighted ? __fmul_rn(weight, g[i]) : g[i];
-        f[k][i] = kFirst ? term : __fadd_rn(f[k][i], term);
-      }
-    }
-  }
-  template <bool kFirst>
-  __device__ void add_sum(std::uint32_t lane, const std::uint8_t* spot) {
-    if constexpr (!kWideSums) {
-      add_row<kFirst, false>(lane, spot, 1.0f);
-    } else {
-#pragma unroll
-      for (std::uint32_t k = 0; k < kDeep; k++) {
-        const uint4* from = reinterpret_cast<const uint4*>(spot) + 2 * (k * 32 + lane);
-        const uint4 low = from[0], high = from[1];
-        const std::uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (std::uint32_t i = 0; i < 8; i++)
-          f[k][i] = kFirst ? __uint_as_float(w[i]) : __fadd_rn(f[k][i], __uint_as_float(w[i]));
-      }
-    }
-  }
-  __device__ void join(uint4 (&v)[kDeep]) const {
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) v[k] = Vec::join(f[k]);
-  }
-  __device__ void round() {  // as if it had travelled
-    if constexpr (kWideSums || kDtype == kFloat32) return;
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) Vec::split(f[k], Vec::join(f[k]));
-  }
-};
-
-// Sums travel rounded to the dtype, or as they are (kWideSums).
-__device__ inline void store_sum(std::uint8_t* slot, const P& piece, const Part& part) {
-  if constexpr (kWideSums) {
-#pragma unroll
-    for (std::uint32_t k = 0; k < kDeep; k++) {
-      if (!piece.has(k)) continue;
-      uint4* to = reinterpret_cast<uint4*>(slot) + 2 * piece.at(k);
-      const float* f = part.f[k];
-      to[0] = {__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3])};
-      to[1] = {__float_as_uint(f[4]), __float_as_uint(f[5]), __float_as_uint(f[6]), __float_as_uint(f[7])};
-    }
-  } else {
-    uint4 v[kDeep];
-    part.join(v);
-    piece.store(slot, v);
-  }
-}
-
-// What a warp looks up at a time: some pieces of a token, [number, end), as rows of this rank, and as sums that other ranks have
-// sent.
-struct Item {
-  bool valid = false;
-  std::uint32_t number = 0, end = 0, chunk = 0;
-  std::uint32_t owner = 0, u = 0,
-                slot = 0;             // sum: whose token it is, its number, where its sum goes.  finish: u is the token
-  std::int32_t row = -1;              // the lane's row here
-  const std::uint8_t* sum = nullptr;  // finish: the sum of the lane's rank, where there is one
-};
-
-// The same, when the rows are known. Pieces are added in this order: sums of the ranks before this one, rows, other sums.
-struct Ready : Item {
-  std::uint32_t rows = 0, before = 0, after = 0;  // a lane a row; how many sums
-  std::uint32_t row_place = 0, sum_place = 0;     // of the lane's
-  float weight = 1.0f;                            // of the lane's row
-
-  __device__ std::uint32_t pieces() const { return __popc(rows) + before + after; }
-};
-
-// A piece on its way into the ring.
-struct Waiting {
-  std::uint32_t number, chunk, owner, u, slot;
-  std::uint32_t spot, rows, before, after;  // its first spot, and as above
-  float weight;
-
-  __device__ std::uint32_t pieces() const { return __popc(rows) + before + after; }
-};
 
 // Pieces of an item: all it can while there are enough items, since looking one up costs as much as adding a piece.
 constexpr std::uint32_t kItems = kChunks == 1 ? P::kCount : P::kCount < 2 ? 1 : 2;  // of a token
@@ -173,8 +48,8 @@ struct Summer {
   }
 
   template <bool kWeighted>
-  __device__ Ready ready(const Item& item) const {
-    Ready r;
+  __device__ Known ready(const Item& item) const {
+    Known r;
     static_cast<Item&>(r) = item;
     const std::uint32_t lower = (1u << lane) - 1, below = m.rank() < 32 ? (1u << m.rank()) - 1 : kFull;
     const std::uint32_t sums = __ballot_sync(kFull, item.sum != nullptr);
@@ -188,7 +63,7 @@ struct Summer {
   }
 
   // Start the copies of an item's next piece.
-  __device__ Waiting start(const Ready& item, std::uint32_t first, std::uint64_t* barrier) const {
+  __device__ Waiting start(const Known& item, std::uint32_t first, std::uint64_t* barrier) const {
     const std::uint32_t bytes = piece_bytes(item.number), wide = bytes * (kSpotBytes / kPieceBytes);
     if (item.pieces()) {
       if (lane == 0) ptx::bulk_expect(barrier, __popc(item.rows) * bytes + (item.before + item.after) * wide);
@@ -260,7 +135,7 @@ struct Summer {
     __syncwarp();
     Waiting queue[kAhead];
     std::uint32_t head = 0, tail = 0, used = 0, spots = 0, phases = 0;
-    Ready next = ready<kWeighted>(fetch());
+    Known next = ready<kWeighted>(fetch());
     Item after = fetch();
     while (true) {
       while (next.valid && head - tail < kAhead && used + next.pieces() <= kSpots) {
@@ -340,33 +215,37 @@ struct Summer {
     Wait wait(m.place, kWorld);
     std::uint32_t chunk_at = 0, step = 0, item = 0, source = 0, done = 0, room = 0;
     bool failed = false;  // the same on all lanes
+    const bool last_pass = !kReadyFlags || a.pass + 1 >= a.passes;
+    const Marked marked(a);
     Chunk chunk;
     auto fetch = [&]() {
-      Item next;
-      while (step == 0 || item >= chunk.total * kItems) {
-        if (step + 1 >= kWorld) {
-          if (step && ++chunk_at >= kChunks) return next;
-          if (kWorld == 1) return next;
-          step = 0;
+      while (true) {
+        while (step == 0 || item >= chunk.total * kItems) {
+          if (step + 1 >= kWorld) {
+            if (step && ++chunk_at >= kChunks) return Item{};
+            if (kWorld == 1) return Item{};
+            step = 0;
+          }
+          step++;
+          source = (m.rank() + step) % kWorld;
+          chunk = Chunk(m.starts_from(source), chunk_at, lane);
+          item = warp;
         }
-        step++;
-        source = (m.rank() + step) % kWorld;
-        chunk = Chunk(m.starts_from(source), chunk_at, lane);
-        item = warp;
+        std::uint32_t u, range, i;
+        chunk.find(item / kItems, u, range, i);
+        Item next;
+        take(next, item % kItems);
+        next.chunk = chunk_at;
+        next.owner = source, next.u = u;
+        next.slot = std::uint32_t(m.slot_number(source, m.rank(), range, i));
+        next.row = row_of(source, u);
+        item += warps;
+        if (marked.has(next.row)) return next;
       }
-      std::uint32_t u, range, i;
-      chunk.find(item / kItems, u, range, i);
-      take(next, item % kItems);
-      next.chunk = chunk_at;
-      next.owner = source, next.u = u;
-      next.slot = std::uint32_t(m.slot_number(source, m.rank(), range, i));
-      next.row = row_of(source, u);
-      item += warps;
-      return next;
     };
     pipeline<kWeighted, true>(fetch, [&](const Waiting& w, const Part& total) {
       if (failed) return;
-      signal(done, w.chunk, arrived);
+      if (last_pass) signal(done, w.chunk, arrived);
       if (w.chunk >= room) {
         failed = !await_room(wait, w.chunk);
         if (failed) return;
@@ -381,7 +260,7 @@ struct Summer {
         back.grads[lane] = row >= 0 ? a.row_grads[row] : 0;
       }
     });
-    if (!failed) signal(done, kChunks, arrived);
+    if (!failed && last_pass) signal(done, kChunks, arrived);
   }
 
   // ---- finish: at the owner
@@ -456,23 +335,13 @@ struct Summer {
   }
 };
 
-__device__ inline void send_headers(const Moe& m) {
-  if (blockIdx.x == 0)
-    for (std::uint32_t p = threadIdx.x; p < kWorld; p += blockDim.x)
-      if (p != m.rank()) m.place.send_header(p, m.epoch(), m.digest, m.tokens, 0);
-}
-
-}  // namespace a2a
-
-namespace a2a {
-
 template <bool kWeighted>
 __device__ void run_sum(const Sum& a) {
   __shared__ std::uint32_t arrived[kChunks];
   ptx::launch_next();
   const bool failed = threadIdx.x == 0 && record_is_set(a.m);
   for (std::uint32_t c = threadIdx.x; c < kChunks; c += kThreads) arrived[c] = 0;
-  send_headers(a.m);
+  if (!kReadyFlags || !a.passes) send_headers(a.m);
   if (__syncthreads_or(failed)) return;  // peers may still read what earlier calls have sent
   Summer(a).sum<kWeighted>(arrived);
 }

@@ -78,6 +78,10 @@ __device__ __forceinline__ std::uint32_t add_acq_rel_block(std::uint32_t* p, std
   return was;
 }
 
+__device__ __forceinline__ void store_release_gpu(std::uint32_t* p, std::uint32_t v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* p) {
   std::uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -217,6 +221,9 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint
                "r"(shared_address(from)), "r"(bytes), "l"(policy)
                : "memory");
 }
+
+// What this thread has acquired, its bulk loads see too.
+__device__ __forceinline__ void fence_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

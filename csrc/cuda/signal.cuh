@@ -29,7 +29,8 @@ enum Cause : std::uint32_t {
   kSplits = 5,
   kOverflow = 6,
   kRefused = 8,
-  kOutOfRange = 10
+  kOutOfRange = 10,
+  kNotReady = 11
 };  // as in cpu/signal.h
 
 constexpr std::uint32_t kRefusal = 0;  // digest of a rank whose own call was wrong
@@ -123,9 +124,9 @@ struct Wait {
   }
 
   // Call between two looks at what is waited for; false: give up. The clock is read once in 64 looks. `blame` says whom to name
-  // when the deadline passes.
+  // when the deadline passes, and `late` what to call that.
   template <typename Blame>
-  __device__ bool again(std::uint32_t peer, const Blame& blame) {
+  __device__ bool again(std::uint32_t peer, const Blame& blame, Cause late = kTimeout) {
     if (broken) return false;
     if (++spins % 64) return true;
     if (failed()) return false;
@@ -134,13 +135,18 @@ struct Wait {
     if (last_look)
       fail(kClosed, peer);  // what it had sent has arrived, and that was looked for since
     else if (now - start > place.timeout_ns)
-      fail(kTimeout, blame(peer));
+      fail(late, blame(peer));
     last_look = ptx::load_relaxed_sys(&place.control(place.rank)->closed[peer]) != 0;
     return !broken;
   }
 
   __device__ bool again(std::uint32_t peer) {
     return again(peer, [](std::uint32_t p) { return p; });
+  }
+
+  // The same for what this rank's own work has to bring.
+  __device__ bool again_for_own() {
+    return again(place.rank, [](std::uint32_t own) { return own; }, kNotReady);
   }
 
   // The same for what p sends only when it has something from every rank: perhaps another has not come.

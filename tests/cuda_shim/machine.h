@@ -46,7 +46,7 @@ struct DeviceState;
 struct Event;
 struct Fiber;
 
-constexpr std::uint32_t kStreams = 3;
+constexpr std::uint32_t kStreams = 4;
 
 // A rank: its host program puts kernels on streams. Those of a stream run one after the other, beside all else.
 class Device {

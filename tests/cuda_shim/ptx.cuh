@@ -60,6 +60,10 @@ __device__ __forceinline__ std::uint32_t add_acq_rel_gpu(std::uint32_t* p, std::
   return shim::update(p, Order::kAcquireRelease, Scope::kDevice, [v](std::uint32_t was) { return was + v; });
 }
 
+__device__ __forceinline__ void store_release_gpu(std::uint32_t* p, std::uint32_t v) {
+  shim::store(p, &v, sizeof v, Order::kRelease, Scope::kDevice);
+}
+
 __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* p) {
   std::uint32_t v;
   shim::load(p, &v, sizeof v, Order::kAcquire, Scope::kDevice);
@@ -112,6 +116,8 @@ __device__ __forceinline__ void bulk_await(std::uint64_t* barrier, std::uint32_t
 __device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint32_t bytes) {
   shim::bulk_copy(to, from, bytes, nullptr);
 }
+
+__device__ __forceinline__ void fence_bulk() {}  // the copy engine sees what its thread does
 
 __device__ __forceinline__ void bulk_commit() { shim::bulk_commit(); }
 __device__ __forceinline__ void bulk_wait_read() { shim::bulk_wait(false); }
