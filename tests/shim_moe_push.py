@@ -298,7 +298,17 @@ LAYERS = {
     "ready_chunks": Layer(world_size=3, chunks=4, max_tokens=30, max_rows=400, alignment=8, ready_rows=8, hidden=72),
     "ready_exact": Layer(ready_rows=3, rounds=4),
     "ready_compact": Layer(layout="compact", max_rows=60, overflow="drop", chunks=3, num_experts=12, ready_rows=5),
-    "ready_wire": Layer(wire="mxfp8", rows="wire", hidden=264, dtype=F16, alignment=4, max_tokens=12, ready_rows=4),
+    "ready_wire": Layer(
+        wire="mxfp8",
+        rows="wire",
+        layout="compact",
+        hidden=264,
+        dtype=F16,
+        alignment=4,
+        max_tokens=8,
+        ready_rows=4,
+        rounds=2,
+    ),
     "ready_ring": Layer(world_size=3, chunks=5, ring=2, max_tokens=14, num_experts=4, top_k=2, hidden=24, ready_rows=6),
 }
 

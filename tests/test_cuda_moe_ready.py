@@ -36,9 +36,10 @@ SOURCE = Path(__file__).parent / "cuda_shim" / "make_rows.cu"
 class MakeRows:
     """The kernel of cuda_shim/make_rows.cu, and a stream for it."""
 
-    def __init__(self, comm: a2a.Communicator, blocks: int = 8) -> None:
-        place = comm.require_transport("MakeRows").place
-        function = cuda.Module("make_rows", place.arch, {}, SOURCE.read_text()).function("make_rows")
+    def __init__(self, ep: a2a.ExpertParallel, blocks: int = 8) -> None:
+        place = ep.comm.require_transport("MakeRows").place
+        module = cuda.Module("make_rows", place.arch, ep.ready.defines, SOURCE.read_text())
+        function = module.function("make_rows")
         self._params = Maker()
         self._call = cuda.Call(
             function=function, context=place.context, params=ctypes.addressof(self._params),
@@ -109,7 +110,7 @@ def opened(case: Case, chunk_bytes: int | None, timeout: float = 20.0) -> Any:
             a2a.communicator(device="cuda", timeout=timeout) as comm,
             contextlib.closing(case.expert_parallel(comm=comm)) as ep,
         ):
-            yield comm, ep, MakeRows(comm)
+            yield comm, ep, MakeRows(ep)
 
 
 def inputs(case: Case, rank: int, seed: int) -> list[torch.Tensor]:

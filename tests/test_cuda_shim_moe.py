@@ -18,7 +18,7 @@ NOTICED = (1, 2, 3, 4, -11)  # exit codes: an exception or a wrong byte, misuse,
 # The other layers run in the longer form.
 LAYERS_HERE = [
     *("chunks", "eight_ranks", "short_ring", "ranges", "pieces", "wide", "float32"),
-    *("compact_rows", "top_32", "one_expert", "fp8", "mxfp8_rows", "ready", "ready_compact"),
+    *("compact_rows", "top_32", "one_expert", "fp8", "mxfp8_rows", "ready", "ready_wire"),
 ]
 
 

@@ -33,6 +33,7 @@ class PushReady(ReadyFlags):
         self.memory = torch.zeros(4 * words + 1, dtype=torch.int32, device=comm.device)
         super().__init__(spec, self.memory[:words], self.memory[words : 2 * words])
         self.reserved_sms = spec.num_sms or _RESERVED_SMS
+        self.defines = dict(comm.require_transport("ExpertParallel").place.defines)
         self._world_size, self._device, self.event = comm.world_size, comm.device, cuda.event()
 
     def epoch(self, routing: Any) -> torch.Tensor:

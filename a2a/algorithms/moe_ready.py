@@ -17,6 +17,8 @@ say so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,9 +45,11 @@ class ReadyFlags:
         sendable: int32 [W], stored by the kernel that makes `out_rows`, for `combine(..., ready=True)`.
         reserved_sms: a kernel that waits for `arrived` must have at most (SMs of the GPU - reserved_sms) blocks, so that
             those which bring rows find room; and it is launched before `combine(..., ready=True)` is called.
+        defines: macros that a kernel which includes csrc/cuda/ready.cuh is compiled with.
     """
 
     reserved_sms: int = 0
+    defines: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, spec: MoeSpec, arrived: torch.Tensor, sendable: torch.Tensor) -> None:
         assert spec.ready_rows is not None

@@ -1,6 +1,7 @@
 // Ready flags of ExpertParallel, for kernels that work on its rows: `ready_rows=n` gives every n consecutive rows of a dispatch a
 // word that says they have arrived, and one that says they may be sent. This file needs signal.cuh, ptx.cuh and
-// ../common/layout.h beside it, and nothing else. `ep.ready.params(routing)` is a ReadyFlags to pass to a kernel by value.
+// ../common/layout.h beside it, and nothing else. `ep.ready.params(routing)` is a ReadyFlags to pass to a kernel by value, which is
+// compiled with the macros of `ep.ready.defines`.
 //
 //   dispatch                                 your kernel                                  combine(..., ready=True)
 //   epoch    counts are here      ------->   ep.ready.start(): launch it

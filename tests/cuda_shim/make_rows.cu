@@ -21,11 +21,16 @@ struct Maker {
 constexpr std::uint32_t kParts = 2;
 
 // A part of a row, by a warp.
+template <typename T>
+__device__ inline void copy_units(T* to, const T* from, std::uint32_t units, std::uint32_t part) {
+  const std::uint32_t half = units / kParts;
+  for (std::uint32_t i = (part ? half : 0) + threadIdx.x % 32; i < (part ? units : half); i += 32) to[i] = from[i];
+}
 __device__ inline void copy_part(std::uint8_t* to, const std::uint8_t* from, std::uint32_t bytes, std::uint32_t part) {
-  const std::uint32_t all = bytes / 16, half = all / kParts;
-  for (std::uint32_t i = (part ? half : 0) + threadIdx.x % 32; i < (part ? all : half); i += 32)
-    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-  for (std::uint32_t i = all * 16 + threadIdx.x % 32; part && i < bytes; i += 32) to[i] = from[i];
+  if (bytes % 16 == 0)
+    copy_units(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(from), bytes / 16, part);
+  else
+    copy_units(to, from, bytes, part);
 }
 
 __device__ inline void make_row(const Maker& a, std::uint64_t row, std::uint32_t part) {
