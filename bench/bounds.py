@@ -15,7 +15,8 @@ difference to a2a as work to do. What is timed for bounds:
 * **a call**: what Python takes to bring two tensors to a C function that returns at once: `data_ptr()` of both and a call
   through ctypes, or a function that CPython calls by itself and that asks DLPack's exchange table. Whichever is cheaper;
 * **torch**: `dist.all_to_all_single` on the smallest backend in Python, which does nothing; and, to compare, in C++;
-* **used**: `read` and then one pass over the output: what an exchange that stores past the cache costs the next reader;
+* **used**: `read` and then one pass over the output. An exchange that stores past the cache may take less and cost whoever
+  reads the output next more than that: where both together take longer than the other way, it is no bound;
 * up to 1M, **whole** calls: `push`, `slot` and `read` called from Python in the cheaper way, and **through torch** by the
   smallest backend. They may take more than their parts: caches are colder, and the ranks wait for each other's Python.
 
@@ -58,6 +59,7 @@ ISA_FLAGS = {  # as in csrc/CMakeLists.txt
 }
 EXCHANGES = ("staged", "slot", "read")  # of any tensors; of symmetric ones also
 SYMMETRIC = ("copy", "push")
+USED = "used after "
 
 
 def compile_library(folder: Path) -> Path:
@@ -116,7 +118,7 @@ def rows(lines: Sequence[Line], floors: Sequence[Floor] = FLOORS) -> Iterator[Ro
         memory = case.get("memory", "ordinary")
         kinds = (*EXCHANGES, *SYMMETRIC) if memory == "symmetric" else EXCHANGES
         for size, ratio in floor.by_bytes:
-            cell = [line for line in lines if line.bytes == size and line.p50_us]
+            cell = worthwhile([line for line in lines if line.bytes == size and line.p50_us])
             mine = [x for x in cell if x.impl == "a2a" and all(x.case.get(k) == v for k, v in case.items())]
             baseline = [x for x in cell if x.impl == floor.baseline]
             if not (mine and baseline):
@@ -141,6 +143,13 @@ def rows(lines: Sequence[Line], floors: Sequence[Floor] = FLOORS) -> Iterator[Ro
                 call_us=call_us,
                 torch_us=torch_us,
             )
+
+
+def worthwhile(cell: Sequence[Line]) -> list[Line]:
+    """Without exchanges that take longer than another together with the pass over the output that follows them."""
+    used = {x.algorithm.removeprefix(USED): _us(x) for x in cell if x.algorithm.startswith(USED)}
+    costly = {way for way, us in used.items() if us > min(used.values())}
+    return [x for x in cell if x.impl not in ("bound", "whole", "torch") or x.algorithm not in costly]
 
 
 def _best(cell: Sequence[Line], impl: str, kinds: tuple[str, ...]) -> Line:

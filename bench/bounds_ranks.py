@@ -147,6 +147,8 @@ def bounds(exchange: Cells, library: ctypes.CDLL, memory: mmap.mmap) -> tuple[li
         add("slot by memcpy", "bound_slot")
     if half >= STREAM_LEAST:
         add("read in parts and stream", "bound_read", "stream", past_cache=True)
+        if half <= MEMCPY_MOST:
+            add("used after read in parts and stream", "bound_read_used", "stream", past_cache=True)
     return made, whole
 
 

@@ -107,3 +107,15 @@ def test_bounds_move_every_byte_that_they_are_timed_for(tmp_path: Path) -> None:
     assert ways("torch") == {(small, way) for way in ("slot", "read")}
     assert ways("least") == {(size, way) for size in (small, large) for way in ("call", "checks", "dist")}
     assert "| symmetric | 4K |" in told.stdout
+
+
+def test_an_exchange_that_costs_the_next_reader_more_is_no_bound() -> None:
+    times = {
+        "read and memcpy": 80.0, "read and stream": 60.0, "staged by stream": 90.0,
+        "used after read and memcpy": 90.0, "used after read and stream": 120.0,
+    }  # fmt: skip
+    lines = [Line("all_to_all_bounds", "bound", name, 1 << 20, "float32", 2, us) for name, us in times.items()]
+    lines.append(Line("all_to_all_bounds", "gloo", "-", 1 << 20, "float32", 2, 500.0))
+    kept = [line.algorithm for line in bounds.worthwhile(lines) if not line.algorithm.startswith("used")]
+    assert kept == ["read and memcpy", "staged by stream", "-"]
+    assert bounds.worthwhile(lines[-1:]) == lines[-1:]

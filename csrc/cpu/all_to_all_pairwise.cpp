@@ -31,6 +31,7 @@ namespace {
 
 // Bytes that one push or pull moves before the rings are served again, and where there are none to serve.
 constexpr std::size_t kStep = 512 << 10, kLongStep = 16 << 20;
+constexpr std::size_t kGapStep = 32 << 10;  // of the own piece, while peers have not come
 // Larger pieces are staged: both sides then copy at once, the target's side past the cache.
 constexpr std::uint64_t kReadMost = 4 << 20;
 constexpr std::uint64_t kPastCache = 2 << 20;  // the least that is read, or copied at home, past the cache
@@ -240,6 +241,16 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
     move(self.out, self.in, self.send_bytes, stream);
     copied = self.send_bytes;
   }
+  auto all_came = [&] {
+    for (std::uint32_t p = 0; p < P; p++)
+      if (p != me && !reached(c.entry(me, p, e).epoch.load(std::memory_order_relaxed), e)) return false;
+    return true;
+  };
+  while (copied < self.send_bytes && !all_came()) {  // the own piece fills the gaps, this one first
+    const std::uint64_t n = self.send_bytes - copied < kGapStep ? self.send_bytes - copied : kGapStep;
+    move(self.out + copied, self.in + copied, n, stream && self.send_bytes >= kPastCache);
+    copied += n;
+  }
   if (int rc = await_entries(c, request, inline_call)) return rc;
 
   Exchange x{c, pairs, reinterpret_cast<PeerState*>(c.scratch), e, text, stream};
@@ -266,7 +277,7 @@ int all_to_all_pairwise(Context& c, const Request& request, const Pair* pairs, b
       if (x.peers[to].send != kDone) moved |= x.send(to);
       if (x.peers[from].recv != kDone) moved |= x.recv(from);
     }
-    if (!moved && copied < self.send_bytes) {  // the own piece fills the gaps
+    if (!moved && copied < self.send_bytes) {
       const std::uint64_t most = x.step == kStep ? kStep / 2 : kLongStep;
       const std::uint64_t n = self.send_bytes - copied < most ? self.send_bytes - copied : most;
       move(self.out + copied, self.in + copied, n, stream && self.send_bytes >= kPastCache);
