@@ -109,7 +109,7 @@ def test_bounds_move_every_byte_that_they_are_timed_for(tmp_path: Path) -> None:
     assert "| symmetric | 4K |" in told.stdout
 
 
-def test_an_exchange_that_costs_the_next_reader_more_is_no_bound() -> None:
+def test_an_exchange_that_costs_the_next_reader_more_is_no_bound(bounds: Any) -> None:
     times = {
         "read and memcpy": 80.0, "read and stream": 60.0, "staged by stream": 90.0,
         "used after read and memcpy": 90.0, "used after read and stream": 120.0,
