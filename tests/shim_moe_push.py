@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,14 +153,15 @@ class Calls:
             got["grad_x"], got["grad_topk_weights"] = rank.get(of_x), rank.get(of_weights)
 
 
-def exchanges(layer: Layer, path: Path, seed: int) -> None:
-    """Rounds one after the other, without a wait between them unless the layer needs it."""
+def rounds_of(
+    layer: Layer, path: Path, seed: int, scenario: str, calls_of: Callable[[Rank, Layer], Any]
+) -> Iterator[tuple[Round, list[dict[str, Tensor]]]]:
+    """Rounds one after the other, without a wait between them unless the layer needs it; and what each rank got of them."""
     rounds = [make_round(layer, 1000 * seed + i) for i in range(layer.rounds)]
     answers: list[list[dict[str, Tensor]]] = [[] for _ in range(layer.world_size)]
-    machine = Machine(path, "exchanges", seed, layer.world_size)
 
     def program(rank: Rank) -> None:
-        calls = Calls(rank, layer)
+        calls = calls_of(rank, layer)
         for made in rounds:
             if rank.random.random() < 0.3:
                 rank.be_late(rank.random.randrange(3000))
@@ -168,10 +169,14 @@ def exchanges(layer: Layer, path: Path, seed: int) -> None:
         rank.synchronize()
         assert not rank.record, f"rank {rank.rank}: a failure was recorded: {rank.record:x}"
 
-    machine.run(program)
-    for number, made in enumerate(rounds):
-        for rank in range(layer.world_size):
-            compare(made, rank, answers[rank][number], f"seed {seed}, round {number}")
+    Machine(path, scenario, seed, layer.world_size).run(program)
+    return zip(rounds, map(list, zip(*answers, strict=True)), strict=True)
+
+
+def exchanges(layer: Layer, path: Path, seed: int) -> None:
+    for number, (made, answers) in enumerate(rounds_of(layer, path, seed, "exchanges", Calls)):
+        for rank, got in enumerate(answers):
+            compare(made, rank, got, f"seed {seed}, round {number}")
 
 
 # ---- failures

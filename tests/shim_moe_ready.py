@@ -79,25 +79,11 @@ class ReadyCalls(shim_moe_push.Calls):
 
 
 def exchanges(layer: Layer, path: Path, seed: int) -> None:
-    """Rounds one after the other; the kernel must see the rows of each."""
-    rounds = [make_round(layer, 1000 * seed + i) for i in range(layer.rounds)]
-    answers: list[list[dict[str, Tensor]]] = [[] for _ in range(layer.world_size)]
-    machine = Machine(path, "ready", seed, layer.world_size)
-
-    def program(rank: Rank) -> None:
-        calls = ReadyCalls(rank, layer)
-        for made in rounds:
-            if rank.random.random() < 0.3:
-                rank.be_late(rank.random.randrange(3000))
-            answers[rank.rank].append(calls.round(made))
-        rank.synchronize()
-        assert not rank.record, f"rank {rank.rank}: a failure was recorded: {rank.record:x}"
-
-    machine.run(program)
-    for number, made in enumerate(rounds):
+    """The kernel must see the rows of each round."""
+    for number, (made, answers) in enumerate(shim_moe_push.rounds_of(layer, path, seed, "ready", ReadyCalls)):
         for rank, got in enumerate(answers):
-            expect_seen(made.expected[rank], got[number])
-            compare(made, rank, got[number], f"seed {seed}, round {number}")
+            expect_seen(made.expected[rank], got)
+            compare(made, rank, got, f"seed {seed}, round {number}")
 
 
 def expect_seen(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:

@@ -25,9 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "csrc" / "cpu"
 HARNESS = ROOT / "tests" / "race"
 
-# Every kernel but the launcher of CUDA kernels, which talks to no other rank. One instruction set: the others differ in
-# their inner loops only.
-SOURCES = [p for p in sorted(KERNELS.glob("*.cpp")) if not p.name.startswith("cuda_")]
+# One instruction set: the others differ in their inner loops only.
+SOURCES = sorted(KERNELS.glob("*.cpp"))
 FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-DA2A_PLAIN_ONLY", "-DA2A_ISA=plain", "-ffp-contract=off"]
 THREADS = ["-fsanitize=thread", "-Wno-tsan"]  # it warns of fences, which it does not model
 MEMORY = [
