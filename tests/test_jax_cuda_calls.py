@@ -85,8 +85,8 @@ def test_a_program_for_gpus_names_launches_that_are_prepared_once(monkeypatch: p
 
     loaded = []
 
-    def module(name: str, arch: str, defines: tuple[tuple[str, int], ...], context: int) -> Any:
-        loaded.append((name, dict(defines).get("RAGGED", 0)))
+    def module(name: str, place: Any, defines: dict[str, int]) -> Any:
+        loaded.append((name, defines.get("RAGGED", 0)))
         return SimpleNamespace(function=lambda name: 7, constant=lambda name: 0)
 
     monkeypatch.setattr(cuda, "module", module)
