@@ -1,6 +1,6 @@
 """Gradients across two hosts that hide behind the backward pass: bench/results/gradients.jsonl.
 
-    python bench/gradients.py [--out FILE] [--tokens 160,224,288,352] [--short]
+    python bench/gradients.py [--out FILE] [--tokens 576] [--short]
 
 Runs `a2a bench gradients` on two made-up hosts joined by 1 Gbit/s (network namespaces: as root, alone on the machine), for
 several numbers of tokens, and takes the one whose backward pass (two thirds of `compute`) is nearest to what the gradients
@@ -23,11 +23,9 @@ from runs import measure, verdict, write
 
 from a2a.measure import Line
 
-COMMAND = (
-    "gradients --hosts 2 --ranks 4 --mbit 1000 --hidden 1024 --layers 16 --bucket-mb 8 --wire bf16,fp8 --against gloo"
-)
-TOKENS = "160,224,288,352"
-SHORT = ("--hidden", "64", "--layers", "2", "--repeat", "3")
+COMMAND = "gradients --hosts 2 --ranks 4 --mbit 1000 --hidden 1024 --layers 16 --bucket-mb 8 --wire bf16,fp8 --against gloo --repeat 5"
+TOKENS = "576"
+SHORT = ("--hidden", "64", "--layers", "2")
 HIDDEN, STEP, BYTES = 0.85, 1.15, {"a2a_bf16": 0.501, "a2a_fp8": 0.27}
 
 
