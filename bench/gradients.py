@@ -23,7 +23,10 @@ from runs import measure, verdict, write
 
 from a2a.measure import Line
 
-COMMAND = "gradients --hosts 2 --ranks 4 --mbit 1000 --hidden 1024 --layers 16 --bucket-mb 8 --wire bf16,fp8 --against gloo --repeat 5"
+COMMAND = (
+    "gradients --hosts 2 --ranks 4 --mbit 1000 --hidden 1024 --layers 16 --bucket-mb 8 --wire bf16,fp8 --against gloo "
+    "--repeat 5"
+)
 TOKENS = "576"
 SHORT = ("--hidden", "64", "--layers", "2")
 HIDDEN, STEP, BYTES = 0.85, 1.15, {"a2a_bf16": 0.501, "a2a_fp8": 0.27}
