@@ -2,10 +2,10 @@
 
     python bench/gradients.py [--out FILE] [--tokens 576] [--short]
 
-Runs `a2a bench gradients` on two made-up hosts joined by 1 Gbit/s (network namespaces: as root, alone on the machine), for
-several numbers of tokens, and takes the one whose backward pass (two thirds of `compute`) is nearest to what the gradients
-take to cross by themselves. There the floors are held against it, for the gradients' own dtype; the exit code is 2 where one
-is missed:
+Runs `a2a bench gradients` on two made-up hosts joined by 1 Gbit/s (network namespaces: as root, alone on the machine;
+some four minutes for each number of tokens). Of several numbers of tokens it takes the one whose backward pass (two
+thirds of `compute`) is nearest to what the gradients take to cross by themselves, and holds the floors against it,
+for the gradients' own dtype; the exit code is 2 where one is missed:
 
 * at least 85 % of what the reduction takes alone is hidden behind the passes;
 * a step takes at most 1.15 times what its compute takes and the CPU time that the reduction burns, spread over the cores;

@@ -50,11 +50,7 @@ pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // guards all, and the param
 Link* links = nullptr;
 std::int64_t last_id = 0;
 
-Link* find(std::int64_t id) {
-  Link* link = links;
-  while (link && link->id != id) link = link->next;
-  return link;
-}
+Link* find(std::int64_t id) { return *place_of(&links, id); }
 
 std::uint8_t* params_of(Prepared* p) { return reinterpret_cast<std::uint8_t*>(p + 1); }
 
@@ -211,17 +207,15 @@ int64_t a2a_jax_cuda_prepare(int64_t communicator, const a2a_jax_cuda_shape* sha
 
 void a2a_jax_cuda_disconnect(int64_t communicator) {
   pthread_mutex_lock(&mutex);
-  for (Link** at = &links; *at; at = &(*at)->next)
-    if ((*at)->id == communicator) {
-      Link* gone = *at;
-      *at = gone->next;
-      while (Prepared* p = gone->prepared) {
-        gone->prepared = p->next;
-        std::free(p);
-      }
-      std::free(gone);
-      break;
+  Link** place = place_of(&links, communicator);
+  if (Link* gone = *place) {
+    *place = gone->next;
+    while (Prepared* p = gone->prepared) {
+      gone->prepared = p->next;
+      std::free(p);
     }
+    std::free(gone);
+  }
   pthread_mutex_unlock(&mutex);
 }
 

@@ -48,6 +48,13 @@ bool piece_fits(const Call& to, std::uint32_t from, std::int64_t rows, std::int6
                 std::size_t bytes);
 bool own_piece_fits(const Call& from, std::uint32_t to, char* message, std::size_t bytes);
 
+// The place of the link with this id in a list of them, or of the null at its end.
+template <typename Link>
+Link** place_of(Link** list, std::int64_t id) {
+  while (*list && (*list)->id != id) list = &(*list)->next;
+  return list;
+}
+
 // jax_devices.cpp: ranks are devices. The site is told from others by its address.
 xla::Error* meet(xla::CallFrame* frame, Call& call, const void* site);
 // jax_ranks.cpp: ranks are processes. A site is counted when XLA makes it.

@@ -59,11 +59,7 @@ pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // guards both
 Link* links = nullptr;
 std::int64_t last_id = 0;
 
-Link* find(std::int64_t id) {
-  Link* link = links;
-  while (link && link->id != id) link = link->next;
-  return link;
-}
+Link* find(std::int64_t id) { return *place_of(&links, id); }
 
 void explain(Context& c, Job& job, int rc) {
   job.failed = true;
@@ -332,13 +328,11 @@ int64_t a2a_jax_connect(a2a_context* context) {
 
 void a2a_jax_disconnect(int64_t id) {
   pthread_mutex_lock(&mutex);
-  for (Link** p = &links; *p; p = &(*p)->next)
-    if ((*p)->id == id) {
-      Link* gone = *p;
-      *p = gone->next;
-      leave(gone->waiting);
-      std::free(gone);
-      break;
-    }
+  Link** place = place_of(&links, id);
+  if (Link* gone = *place) {
+    *place = gone->next;
+    leave(gone->waiting);
+    std::free(gone);
+  }
   pthread_mutex_unlock(&mutex);
 }
